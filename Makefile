@@ -1,0 +1,64 @@
+# demo, test, parity, bench, lint. The first use makes the virtual environment and installs what the target needs.
+#   PYTHON=python3.12        the interpreter the environment is made with (default: the first one >= 3.11)
+#   VENV=.venv-other         where the environment lies (one per interpreter)
+#   JAX='jax==0.11.2'        holds JAX at a version
+#   TESTS='tests/test_x.py'  tests to run, with any options for pytest
+
+VENV ?= .venv
+JAX ?=
+WORKERS ?= 2
+TESTS ?= tests
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+
+python := $(VENV)/bin/python
+install = $(python) -m pip install -qq --disable-pip-version-check
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.3
+
+.PHONY: demo test parity bench lint format
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	@$(python) -m kda_jax demo
+
+test: $(VENV)/.installed-dev
+	@$(python) -m pytest -q -n $(WORKERS) -m 'not parity' $(TESTS)
+
+parity: $(VENV)/.installed-parity
+	@$(python) -m pytest -q -m parity $(TESTS)
+
+bench: $(VENV)/.installed-parity
+	@mkdir -p out
+	@$(python) -m kda_jax bench ops --json out/ops.json
+	@$(python) -m kda_jax bench model --json out/model.json
+
+lint: $(VENV)/.installed-dev
+	@$(python) -m ruff format --check --quiet . || { echo 'not formatted: run `make format`' >&2; exit 1; }
+	@$(python) -m ruff check --quiet .
+	@$(python) -m pyright --pythonpath $(python)
+
+format: $(VENV)/.installed-dev
+	@$(python) -m ruff format --quiet . && $(python) -m ruff check --fix --quiet .
+
+$(python):
+	@test -n '$(PYTHON)' || { echo 'no Python >= 3.11 found: name one with PYTHON=...' >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(python)
+	@echo 'installing kda-jax into $(VENV)'
+	@$(install) -e . $(JAX)
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(python)
+	@echo 'installing kda-jax and its development tools into $(VENV)'
+	@$(install) -e '.[dev]' $(JAX)
+	@touch $(VENV)/.installed $@
+
+# torch goes first and by itself, so that nothing else decides which one comes
+$(VENV)/.installed-parity: $(VENV)/.installed-dev
+	@echo 'installing torch and transformers, to compare with, into $(VENV)'
+	@$(install) torch==2.13.0
+	@$(install) -e '.[dev,parity]' $(JAX)
+	@touch $(VENV)/.installed $(VENV)/.installed-dev $@

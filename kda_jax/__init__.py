@@ -1,0 +1,1 @@
+"""Kimi Linear in JAX."""
