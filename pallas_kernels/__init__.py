@@ -1,0 +1,1 @@
+"""Operators: arrays to arrays."""
