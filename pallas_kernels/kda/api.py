@@ -1,0 +1,222 @@
+"""The public KDA operators: checks, defaults, choice of backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda.gate import l2_normalize
+from pallas_kernels.kda.reference import Pack
+
+Counts = jax.Array | np.ndarray | Sequence[int]
+
+
+def kda_prefill(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    cu_seqlens: Counts | None = None,
+    start: Counts | None = None,
+    lengths: Counts | None = None,
+    boundaries: Counts | None = None,
+    gate_lower_bound: float | None = None,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Kimi Delta Attention over a sequence: S <- Diag(exp g) S; S <- S + beta k (v - S^T k)^T; o = S^T (scale q).
+
+    All arithmetic on the state is float32. The result for a token never depends on later tokens, nor on other rows
+    of the batch, to the bit. Chunks are counted from token 0 of each sequence, so calls cut on multiples of
+    `chunk_size` give the bits of one call.
+
+    Args:
+        q, k: [B, T, H, K], float32 or bfloat16, used as given unless `qk_l2norm`.
+        v: [B, T, HV, V]; HV is a multiple of H, and value head i reads query and key head i // (HV // H).
+        g: log decay, float32, [B, T, HV, K], <= 0; -inf forgets everything.
+        beta: write strength, [B, T, HV], in 0..1 (2 with negative eigenvalues allowed).
+        state: float32 [B, HV, K, V]; [N, HV, K, V] with `cu_seqlens`; None is zeros.
+        scale: multiplies q; default K ** -0.5.
+        qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
+        cu_seqlens: [N + 1] int32, non-decreasing, from 0: sequence n is tokens [cu[n], cu[n+1]) of a batch of one.
+            Sequences may be empty, tokens behind the last one are padding.
+        start: [B] ([N]) int32: tokens the state has absorbed before this call; None means none (or a multiple of the
+            chunk). Anchors the chunks at token 0 of the sequence: the first chunk of the call is then the partial one.
+        lengths: [B] int32: tokens of each row that count; the rest is padding, which changes no state and gives 0.
+        boundaries: [NB] or [B, NB] ([N, NB]) int32, token counts of this call in 0..T: also return the state there.
+        gate_lower_bound: a promise that g >= this static number (K3: -5.0). Down to -5 it allows a faster form; with
+            smaller g the result is then undefined.
+        chunk_size: 16, 32 or 64 tokens; None lets the backend choose.
+        implementation: "reference" (token by token), "xla", or None.
+
+    Returns:
+        out [B, T, HV, V] in v.dtype, final state float32 [B, HV, K, V] ([N, ...]), and with `boundaries` the states
+        there, float32 [B, NB, HV, K, V] ([N, NB, ...]).
+
+    Raises:
+        ValueError: shapes or options that do not fit, with the numbers; a backend's refusal with its reason.
+        NotImplementedError: differentiating a call that has `boundaries`.
+
+    Source: Kimi Linear, arXiv:2510.26692, equations 1 and 8 to 10; semantics of fla 0.4 `chunk_kda`.
+    """
+    batch, tokens, value_heads, values, repeats = _check_sequence(q, k, v, g, beta)
+    pack = _pack(batch, tokens, cu_seqlens, start, lengths, boundaries)
+    sequences = batch if cu_seqlens is None or pack is None else pack.first.shape[0]
+    shape = (sequences, value_heads, q.shape[-1], values)
+    if state is None:
+        state = jnp.zeros(shape, jnp.float32)
+    elif state.shape != shape:
+        raise ValueError(f"state must be [{'N' if cu_seqlens is not None else 'B'}, HV, K, V] = {shape}, got {state.shape}")
+    elif state.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(f"the state is kept in float32, got {state.dtype}; cast it, knowing what was lost")
+    if chunk_size not in (None, 16, 32, 64):
+        raise ValueError(f"{chunk_size=} must be 16, 32 or 64, or None")
+    if gate_lower_bound is not None and not gate_lower_bound < 0:
+        raise ValueError(f"{gate_lower_bound=} must be negative; None promises nothing")
+    at = None if boundaries is None else _boundaries(boundaries, sequences, tokens)
+
+    run = choose(
+        "kda_prefill",
+        implementation,
+        {"xla": Backend(xla.prefill, _xla_refusal(q, v, state)), "reference": Backend(_reference_prefill)},
+    )
+    q, k = _ready_queries_keys(q, k, scale, qk_l2norm, repeats)
+    out, state, states = run(q, k, v, g, beta, state, pack, at, gate_lower_bound, chunk_size)
+    return (out, state) if boundaries is None else (out, state, states)
+
+
+def kda_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    *,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token of `kda_prefill` for a batch.
+
+    Args:
+        q, k: [B, H, K]; v: [B, HV, V]; g: float32 [B, HV, K]; beta: [B, HV]; state: float32 [B, HV, K, V].
+        scale, qk_l2norm, implementation: as in `kda_prefill`.
+
+    Returns:
+        out [B, HV, V] in v.dtype and the new state. Equal to a prefill of one token within rounding, not to the bit.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    batch, _, value_heads, values, repeats = _check_sequence(*(x[:, None] for x in (q, k, v, g, beta)))
+    if state.shape != (batch, value_heads, q.shape[-1], values):
+        raise ValueError(f"state must be [B, HV, K, V] = {(batch, value_heads, q.shape[-1], values)}, got {state.shape}")
+    run = choose("kda_step", implementation, {"xla": Backend(xla.step), "reference": Backend(reference.update)})
+    q, k = _ready_queries_keys(q, k, scale, qk_l2norm, repeats)
+    work = state.dtype
+    out, new = run(*(x.astype(work) for x in (q, k, v, g, beta)), state)
+    return out.astype(v.dtype), new
+
+
+def _check_sequence(q, k, v, g, beta) -> tuple[int, int, int, int, int]:
+    """Returns B, T, HV, V and HV // H, or says which shape is wrong."""
+    if q.ndim != 4 or q.shape != k.shape:
+        raise ValueError(f"q and k must be [B, T, H, K] and alike, got {q.shape} and {k.shape}")
+    if v.ndim != 4 or v.shape[:2] != q.shape[:2]:
+        raise ValueError(f"v must be [B, T, HV, V] with B, T = {q.shape[:2]}, got {v.shape}")
+    batch, tokens, heads, channels = q.shape
+    value_heads = v.shape[2]
+    if heads == 0 or value_heads % heads:
+        raise ValueError(f"value heads must be a multiple of query heads, got HV={value_heads}, H={heads}")
+    if g.shape != (batch, tokens, value_heads, channels):
+        raise ValueError(f"g must be [B, T, HV, K] = {(batch, tokens, value_heads, channels)}, got {g.shape}")
+    if beta.shape != (batch, tokens, value_heads):
+        raise ValueError(f"beta must be [B, T, HV] = {(batch, tokens, value_heads)}, got {beta.shape}")
+    if g.dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(f"g is a log decay in float32, got {g.dtype}; compute the gate in float32 (kda_gate does)")
+    return batch, tokens, value_heads, v.shape[3], value_heads // heads
+
+
+def _counts(name: str, values: Counts, shape: tuple[int, ...]) -> jax.Array:
+    array = jnp.asarray(values, jnp.int32)
+    if array.shape != shape:
+        raise ValueError(f"{name} must be int32 of shape {shape}, got {array.shape}")
+    return array
+
+
+def _pack(batch, tokens, cu_seqlens, start, lengths, boundaries) -> Pack | None:
+    """Lays sequences on the flat token axis [B * T]; None when rows are whole and start on the chunk grid."""
+    if cu_seqlens is not None:
+        if batch != 1 or lengths is not None:
+            raise ValueError(f"cu_seqlens packs sequences in a batch of one without lengths, got B={batch}, {lengths=}")
+        cu = jnp.asarray(cu_seqlens, jnp.int32)
+        if cu.ndim != 1 or cu.shape[0] < 2:
+            raise ValueError(f"cu_seqlens must be [N + 1] with N >= 1, got shape {cu.shape}")
+        if not isinstance(cu, jax.core.Tracer):
+            host = np.asarray(cu)
+            if host[0] != 0 or (np.diff(host) < 0).any() or host[-1] > tokens:
+                raise ValueError(f"cu_seqlens must rise from 0 to at most T={tokens}, got {host.tolist()}")
+        first, count = cu[:-1], cu[1:] - cu[:-1]
+    elif start is None and lengths is None and boundaries is None:
+        return None
+    else:
+        first = jnp.arange(batch, dtype=jnp.int32) * tokens
+        count = jnp.full((batch,), tokens, jnp.int32)
+        if lengths is not None:
+            count = jnp.clip(_counts("lengths", lengths, (batch,)), 0, tokens)
+    begun = jnp.zeros_like(first) if start is None else _counts("start", start, first.shape)
+    return Pack(first, count, begun)
+
+
+def _boundaries(boundaries: Counts, sequences: int, tokens: int) -> jax.Array:
+    array = jnp.asarray(boundaries, jnp.int32)
+    if array.ndim == 1:
+        array = jnp.broadcast_to(array, (sequences, array.shape[0]))
+    if array.ndim != 2 or array.shape[0] != sequences:
+        raise ValueError(f"boundaries must be [NB] or [{sequences}, NB], got {array.shape}")
+    if not isinstance(array, jax.core.Tracer):
+        host = np.asarray(array)
+        if host.size and (host.min() < 0 or host.max() > tokens):
+            raise ValueError(f"boundaries are token counts of this call, 0..{tokens}, got {host.tolist()}")
+    return array
+
+
+def _ready_queries_keys(q, k, scale, qk_l2norm, repeats) -> tuple[jax.Array, jax.Array]:
+    if qk_l2norm:
+        q, k = l2_normalize(q), l2_normalize(k)
+    work = jnp.promote_types(q.dtype, jnp.float32)
+    q = q.astype(work) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    k = k.astype(work)
+    if repeats > 1:
+        q, k = (jnp.repeat(x, repeats, axis=-2) for x in (q, k))
+    return q, k
+
+
+def _xla_refusal(q, v, state) -> str | None:
+    if state.dtype != jnp.float32:
+        return f"computes in float32, got a {state.dtype} state"
+    if q.shape[-1] < 1 or v.shape[-1] < 1:
+        return f"needs channels, got K={q.shape[-1]}, V={v.shape[-1]}"
+    return None
+
+
+def _reference_prefill(q, k, v, g, beta, states, pack, boundaries, gate_lower_bound, chunk_size):
+    del gate_lower_bound, chunk_size  # the definition needs neither a promise nor a grid
+    batch, tokens = q.shape[:2]
+    if pack is None:
+        rows = jnp.arange(batch, dtype=jnp.int32)
+        pack = Pack(rows * tokens, jnp.full_like(rows, tokens), jnp.zeros_like(rows))
+    flat = (x.astype(states.dtype).reshape(batch * tokens, *x.shape[2:]) for x in (q, k, v, g, beta))
+    out, final, at = reference.recurrence(*flat, states, pack, boundaries)
+    return out.reshape(v.shape).astype(v.dtype), final, at
