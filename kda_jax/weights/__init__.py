@@ -1,0 +1,1 @@
+"""Weights in and out: Hugging Face checkpoints, Orbax checkpoints, and saved states."""

@@ -1,0 +1,79 @@
+"""How one tensor of a checkpoint becomes our parameters, and back: views where numpy allows it, no copies.
+
+PyTorch's linear layers hold [out, in] and ours [in, out]; the rest is reshaping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kda_jax.config import ModelConfig
+
+Arrays = tuple[np.ndarray, ...]
+
+
+class Transform(NamedTuple):
+    """Both ways between a tensor and the parameters it fills.
+
+    Attributes:
+        to_ours: (tensor, config) -> one array for each target.
+        from_ours: (arrays, shape of the tensor, config) -> tensor.
+    """
+
+    to_ours: Callable[[np.ndarray, ModelConfig], Arrays]
+    from_ours: Callable[[Arrays, tuple[int, ...], ModelConfig], np.ndarray]
+
+
+def _heads_from(arrays: Arrays, shape: tuple[int, ...], config: ModelConfig) -> np.ndarray:
+    (heads,) = arrays
+    padded = np.zeros(np.prod(shape), heads.dtype)
+    padded[: heads.size] = heads
+    return padded.reshape(shape)
+
+
+def _split_key_and_value_heads(tensor: np.ndarray, config: ModelConfig) -> Arrays:
+    nope = config.qk_nope_head_dim
+    heads = tensor.reshape(config.num_heads, nope + config.v_head_dim, config.kv_lora_rank)
+    return heads[:, :nope], heads[:, nope:].transpose(0, 2, 1)
+
+
+def _join_key_and_value_heads(arrays: Arrays, shape: tuple[int, ...], config: ModelConfig) -> np.ndarray:
+    keys, values = arrays
+    return np.concatenate([keys, values.transpose(0, 2, 1)], axis=1).reshape(shape)
+
+
+TRANSFORMS: dict[str, Transform] = {
+    "same": Transform(lambda x, config: (x,), lambda arrays, shape, config: arrays[0]),
+    "matrix": Transform(lambda x, config: (x.T,), lambda arrays, shape, config: arrays[0].T),
+    # [C, 1, W] <-> [W, C]
+    "conv": Transform(lambda x, config: (x[:, 0].T,), lambda arrays, shape, config: arrays[0].T[:, None]),
+    # [E, out, in] <-> [E, in, out]
+    "stacked": Transform(
+        lambda x, config: (x.transpose(0, 2, 1),), lambda arrays, shape, config: arrays[0].transpose(0, 2, 1)
+    ),
+    # A_log: [HV], [1, 1, HV, 1] or padded with zeros <-> [HV]
+    "heads": Transform(lambda x, config: (x.reshape(-1)[: config.kda_value_heads],), _heads_from),
+    # dt_bias: [HV*K] <-> [HV, K]
+    "head_channels": Transform(
+        lambda x, config: (x.reshape(config.kda_value_heads, config.kda_head_dim),),
+        lambda arrays, shape, config: arrays[0].reshape(shape),
+    ),
+    # kv_b_proj: rows of a head are its keys, then its values; [H*(N+v), R] <-> w_uk [H, N, R], w_uv [H, R, v]
+    "key_and_value_heads": Transform(_split_key_and_value_heads, _join_key_and_value_heads),
+}
+
+
+def fits(transform: str, shape: tuple[int, ...], expected: tuple[int, ...], config: ModelConfig) -> bool:
+    """Whether a tensor of this shape can fill its place: exactly `expected`, but for the forms of `A_log`."""
+    if transform != "heads":
+        return shape == expected
+    heads = config.kda_value_heads
+    return shape == (1, 1, heads, 1) or (len(shape) == 1 and shape[0] >= heads)
+
+
+def padding(transform: str, tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """The values of a tensor that fill no parameter; a sound file holds zeros there."""
+    return tensor.reshape(-1)[config.kda_value_heads :] if transform == "heads" else tensor[:0]
