@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-PREFERENCE = ("xla", "reference")
-"""Order in which `implementation=None` looks at an operator's backends."""
+PREFERENCE = ("xla",)
+"""What `implementation=None` tries, best first. The definition is never a silent substitute."""
 
 
 class Backend(NamedTuple):
@@ -30,8 +30,8 @@ def choose(op: str, implementation: str | None, backends: Mapping[str, Backend])
         backends: what exists, each with its refusal for the call at hand.
 
     Raises:
-        ValueError: the name is unknown, or the backend asked for (with None: every one) refuses; the message has
-            all refusals.
+        ValueError: the name is unknown, or the backend asked for (with None: every one) refuses; the message
+            has all refusals.
     """
     if implementation is None:
         for name in PREFERENCE:
@@ -39,7 +39,9 @@ def choose(op: str, implementation: str | None, backends: Mapping[str, Backend])
                 return backends[name].run
         raise ValueError(f"{op}: no implementation can do this call. {_reasons(backends)}")
     if implementation not in backends:
-        raise ValueError(f"{op}: unknown {implementation=}; use one of {sorted(backends)}, or None to choose by device")
+        raise ValueError(
+            f"{op}: unknown {implementation=}; use one of {sorted(backends)}, or None to choose by device"
+        )
     if backends[implementation].refusal is not None:
         raise ValueError(f"{op}: {implementation=} cannot do this call. {_reasons(backends)}")
     return backends[implementation].run

@@ -1,0 +1,119 @@
+"""Public functions of the short causal depthwise convolution: checks, dtypes, choice of backend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.counts import Counts, as_counts, as_cu_seqlens
+from pallas_kernels.precision import accumulator
+from pallas_kernels.short_conv import reference, xla
+
+
+def short_conv(
+    x: jax.Array,
+    weight: jax.Array,
+    window: jax.Array | None = None,
+    *,
+    activation: str | None = "silu",
+    cu_seqlens: Counts | None = None,
+    lengths: Counts | None = None,
+    boundaries: Counts | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """Causal depthwise convolution over tokens, with the last inputs carried from call to call.
+
+    y[t] = activation(sum_j weight[j] * input[t - (W-1) + j]). The taps are added oldest first, one channel
+    at a time, so a sequence gives the same bits however it is cut into calls. Any T from 1 up, also T < W-1.
+
+    Args:
+        x: [B, T, C] inputs.
+        weight: [W, C]; the last tap meets the current token. (An HF weight [C, 1, W] is `weight[:, 0].T`.)
+        window: [B, W-1, C] the inputs before x, oldest first, before activation; zeros when None. With
+            `cu_seqlens` one a sequence: [N, W-1, C].
+        activation: "silu" or None.
+        cu_seqlens: [N+1] int32: B is 1 and sequence n is tokens cu_seqlens[n] .. cu_seqlens[n+1]-1. Sequences
+            may be empty; tokens from cu_seqlens[N] on are padding.
+        lengths: [B] int32 valid tokens a row; the rest is padding, which gives 0 and enters no window.
+            Not with `cu_seqlens`.
+        boundaries: [NB] or [B, NB] ([N, NB] with `cu_seqlens`) int32 token counts of this call, by row or by
+            sequence, at which the window is also returned; counts past the end give the window at the end.
+        implementation: "reference", "xla" or None.
+
+    Returns:
+        y [B, T, C] in x's dtype (sums are in float32 at least); the window after the last valid token, in the
+        dtype of `window` (x's when None); with `boundaries` also the windows there,
+        [B, NB, W-1, C] ([N, ...]).
+
+    Raises:
+        ValueError: shapes or counts do not fit, both `cu_seqlens` and `lengths` are given, or an unknown
+            name.
+    """
+    _check_weight(x, weight, activation)
+    batch, num_tokens, _ = x.shape
+    if cu_seqlens is not None:
+        if batch != 1 or lengths is not None:
+            raise ValueError(f"short_conv: cu_seqlens wants B=1 without lengths, got B={batch}, {lengths=}")
+        cu_seqlens = as_cu_seqlens("short_conv: cu_seqlens", cu_seqlens, num_tokens)
+    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    window = _window(x, weight, window, rows)
+    marks = [] if boundaries is None else boundaries
+    marks = as_counts("short_conv: boundaries", marks, (rows, -1), limit=num_tokens)
+
+    compute = accumulator(x.dtype)
+    wide, taps, before = x.astype(compute), weight.astype(compute), window.astype(compute)
+    backends = {
+        "reference": Backend(reference.padded if cu_seqlens is None else reference.packed),
+        "xla": Backend(xla.padded if cu_seqlens is None else xla.packed),
+    }
+    run = choose("short_conv", implementation, backends)
+    if cu_seqlens is None:
+        valid = [num_tokens] * batch if lengths is None else lengths
+        valid = as_counts("short_conv: lengths", valid, (batch,), limit=num_tokens)
+        y, end, at = run(wide, taps, before, valid, marks, activation)
+    else:
+        y, end, at = run(wide[0], taps, before, cu_seqlens, marks, activation)
+        y = y[None]
+    result = y.astype(x.dtype), end.astype(window.dtype)
+    return result if boundaries is None else (*result, at.astype(window.dtype))
+
+
+def short_conv_step(
+    x: jax.Array, weight: jax.Array, window: jax.Array, *, activation: str | None = "silu"
+) -> tuple[jax.Array, jax.Array]:
+    """Convolves one token a row: what `short_conv` does with T = 1, to the bit.
+
+    Args:
+        x: [B, C] inputs of this token.
+        weight: [W, C], last tap for this token.
+        window: [B, W-1, C] the inputs before it, oldest first.
+        activation: "silu" or None.
+
+    Returns:
+        y [B, C] in x's dtype, and the next window in the old one's dtype.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    _check_weight(x[:, None], weight, activation)
+    window = _window(x[:, None], weight, window, x.shape[0])
+    compute = accumulator(x.dtype)
+    y, following = xla.step(x.astype(compute), weight.astype(compute), window.astype(compute), activation)
+    return y.astype(x.dtype), following.astype(window.dtype)
+
+
+def _check_weight(x: jax.Array, weight: jax.Array, activation: str | None) -> None:
+    if x.ndim != 3 or weight.ndim != 2 or x.shape[2] != weight.shape[1]:
+        raise ValueError(f"short_conv: need x [B, T, C] and weight [W, C], got {x.shape} and {weight.shape}")
+    if activation not in ("silu", None):
+        raise ValueError(f"short_conv: {activation=} must be 'silu' or None")
+
+
+def _window(x: jax.Array, weight: jax.Array, window: jax.Array | None, rows: int) -> jax.Array:
+    want = (rows, weight.shape[0] - 1, x.shape[2])
+    if window is None:
+        return jnp.zeros(want, x.dtype)
+    if window.shape != want:
+        raise ValueError(f"short_conv: the window must be [B or N, W-1, C] = {want}, got {window.shape}")
+    return window

@@ -1,0 +1,108 @@
+"""The short convolution as shifted multiply-adds over the whole call, in plain JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def taps_sum(taps: list[jax.Array], weight: jax.Array, activation: str | None) -> jax.Array:
+    """Sums weight[j] * taps[j], oldest tap first, then activates: the one order that every path shares."""
+    total = weight[0] * taps[0]
+    for tap in range(1, len(taps)):
+        total = total + weight[tap] * taps[tap]
+    return jax.nn.silu(total) if activation == "silu" else total
+
+
+def padded(
+    x: jax.Array,
+    weight: jax.Array,
+    window: jax.Array,
+    lengths: jax.Array,
+    boundaries: jax.Array,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Convolves a batch of rows, each valid up to its length.
+
+    Args:
+        x: [B, T, C] in the dtype to compute in.
+        weight: [W, C], same dtype.
+        window: [B, W-1, C], same dtype.
+        lengths: [B] int32 in 0..T; what lies behind is never read.
+        boundaries: [B, NB] int32 token counts; counts beyond the length mean the length.
+        activation: "silu" or None.
+
+    Returns:
+        y [B, T, C] (0 behind the length), window after the row's last valid token [B, W-1, C], windows at the
+        boundaries [B, NB, W-1, C].
+    """
+    num_taps, num_tokens = weight.shape[0], x.shape[1]
+    live = jnp.arange(num_tokens, dtype=jnp.int32)[None, :, None] < lengths[:, None, None]
+    inputs = jnp.concatenate([window, jnp.where(live, x, 0)], axis=1)  # [B, W-1+T, C]
+    y = taps_sum([inputs[:, tap : tap + num_tokens] for tap in range(num_taps)], weight, activation)
+
+    counts = jnp.minimum(jnp.concatenate([lengths[:, None], boundaries], axis=1), lengths[:, None])
+    # The window after c tokens is rows c .. c+W-2 of window ++ x: also right for c < W-1.
+    windows = jax.vmap(
+        jax.vmap(lambda row, count: jax.lax.dynamic_slice_in_dim(row, count, num_taps - 1), in_axes=(None, 0))
+    )(inputs, counts)
+    return jnp.where(live, y, 0), windows[:, 0], windows[:, 1:]
+
+
+def packed(
+    x: jax.Array,
+    weight: jax.Array,
+    window: jax.Array,
+    cu_seqlens: jax.Array,
+    boundaries: jax.Array,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Convolves N sequences that lie one after the other in x.
+
+    Args:
+        x: [T, C] in the dtype to compute in; tokens from cu_seqlens[N] on are padding.
+        weight: [W, C], same dtype.
+        window: [N, W-1, C], same dtype.
+        cu_seqlens: [N+1] int32, not decreasing, first entry 0.
+        boundaries: [N, NB] int32 token counts within each sequence; counts beyond its end mean its end.
+        activation: "silu" or None.
+
+    Returns:
+        y [T, C] (0 in the padding), windows at the ends [N, W-1, C], at the boundaries [N, NB, W-1, C].
+    """
+    num_taps, num_tokens = weight.shape[0], x.shape[0]
+    first, lengths = cu_seqlens[:-1], jnp.diff(cu_seqlens)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    live = (token < cu_seqlens[-1])[:, None]
+    x = jnp.where(live, x, 0)
+    # Empty sequences share their start with the next one; `right` finds the last, which owns the token.
+    owner = jnp.clip(jnp.searchsorted(cu_seqlens, token, side="right") - 1, 0, first.shape[0] - 1)
+    offset = token - first[owner]
+
+    taps = []
+    for tap in range(num_taps):
+        back = num_taps - 1 - tap
+        shifted = jnp.pad(x, ((min(back, num_tokens), 0), (0, 0)))[:num_tokens]
+        shifted = jnp.where((offset >= back)[:, None], shifted, 0)
+        place = jnp.arange(back, dtype=jnp.int32)  # The sequence's first `back` tokens look into its window.
+        target = jnp.where(place < lengths[:, None], first[:, None] + place, num_tokens)
+        taps.append(shifted.at[target].set(window[:, tap : tap + back], mode="drop"))
+    y = taps_sum(taps, weight, activation)
+
+    counts = jnp.minimum(jnp.concatenate([lengths[:, None], boundaries], axis=1), lengths[:, None])
+    row = counts[..., None] + jnp.arange(num_taps - 1, dtype=jnp.int32)  # [N, 1+NB, W-1]: in window ++ x
+    in_window = (row < num_taps - 1)[..., None]
+    from_window = jax.vmap(lambda rows, index: rows.at[index].get(mode="clip"))(window, row)
+    source = first[:, None, None] + row - (num_taps - 1)
+    from_x = x.at[jnp.where(in_window[..., 0], 0, source)].get(mode="clip")
+    windows = jnp.where(in_window, from_window, from_x)
+    return jnp.where(live, y, 0), windows[:, 0], windows[:, 1:]
+
+
+def step(
+    x: jax.Array, weight: jax.Array, window: jax.Array, activation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Convolves one token a row: x [B, C], window [B, W-1, C] -> y [B, C], window [B, W-1, C]."""
+    num_taps = weight.shape[0]
+    taps = [window[:, tap] for tap in range(num_taps - 1)] + [x]
+    return taps_sum(taps, weight, activation), jnp.concatenate([window, x[:, None]], axis=1)[:, 1:]

@@ -1,0 +1,176 @@
+"""The short convolution: definition, splits to the bit, packs, padding, windows, gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from measure import assert_close
+from pallas_kernels import short_conv, short_conv_step
+
+CHANNELS = 19  # no multiple of a vector register
+TAPS = 4
+
+
+def inputs(num_tokens: int, rows: int = 1, seed: int = 0, dtype=np.float32) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    shapes = (rows, num_tokens, CHANNELS), (TAPS, CHANNELS), (rows, TAPS - 1, CHANNELS)
+    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
+
+
+def by_hand(x: np.ndarray, weight: np.ndarray, window: np.ndarray) -> np.ndarray:
+    """One row in float64 NumPy."""
+    history = np.concatenate([window, x]).astype(np.float64)
+    total = np.stack([(weight * history[t : t + TAPS]).sum(0) for t in range(len(x))])
+    return total / (1 + np.exp(-total))
+
+
+conv = jax.jit(short_conv, static_argnames=("activation", "implementation"))
+step = jax.jit(short_conv_step)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 9])
+def test_matches_the_formula(num_tokens: int, implementation: str) -> None:
+    x, weight, window = inputs(num_tokens, rows=2)
+    y, end = conv(x, weight, window, implementation=implementation)
+    for b in range(2):
+        assert_close("y", by_hand(x[b], weight, window[b]), y[b], 2e-7)
+        np.testing.assert_array_equal(end[b], np.concatenate([window[b], x[b]])[-(TAPS - 1) :])
+    linear, _ = conv(x, weight, window, activation=None, implementation=implementation)
+    assert_close("silu", by_hand(x[1], weight, window[1]), jax.nn.silu(linear[1]), 2e-7)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 15, 16, 17, 63, 64, 65, 127])
+def test_split_keeps_every_bit(cut: int) -> None:
+    x, weight, window = inputs(130)
+    whole, end = conv(x, weight, window)
+    head, middle = conv(x[:, :cut], weight, window)
+    tail, split_end = conv(x[:, cut:], weight, middle)
+    np.testing.assert_array_equal(jnp.concatenate([head, tail], axis=1), whole)
+    np.testing.assert_array_equal(split_end, end)
+
+
+def test_steps_are_a_prefill_to_the_bit() -> None:
+    x, weight, window = inputs(9, rows=2)
+    whole, end = conv(x, weight, window)
+    state = jnp.asarray(window)
+    for t in range(9):
+        y, state = step(x[:, t], weight, state)
+        np.testing.assert_array_equal(y, whole[:, t])
+    np.testing.assert_array_equal(state, end)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_padding_is_never_read_and_gives_zero(implementation: str) -> None:
+    x, weight, window = inputs(8, rows=5)
+    lengths = np.array([0, 1, 2, 5, 8], np.int32)
+    dirty = x.copy()
+    for b, length in enumerate(lengths):
+        dirty[b, length:] = np.nan
+    boundaries = np.array([0, 2, 8])
+    y, end, marks = conv(
+        dirty, weight, window, lengths=lengths, boundaries=boundaries, implementation=implementation
+    )
+    for b, length in enumerate(lengths):
+        history = np.concatenate([window[b], x[b]])
+        np.testing.assert_array_equal(y[b, length:], 0)
+        np.testing.assert_array_equal(end[b], history[length : length + TAPS - 1])
+        for i, count in enumerate(boundaries):
+            at = min(count, length)
+            np.testing.assert_array_equal(marks[b, i], history[at : at + TAPS - 1])
+        if length:
+            alone, _ = conv(x[b : b + 1, :length], weight, window[b : b + 1], implementation=implementation)
+            np.testing.assert_array_equal(y[b, :length], alone[0])
+
+
+PACKS = {
+    "one token in the middle": [0, 5, 6, 13],
+    "empty first, middle and last": [0, 0, 2, 2, 2, 9, 9],
+    "all short, padding behind": [0, 1, 2, 3, 5],
+    "nothing at all": [0, 0],
+}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("cu", PACKS.values(), ids=PACKS.keys())
+def test_a_pack_is_its_sequences(cu: list[int], implementation: str) -> None:
+    num = len(cu) - 1
+    x, weight, _ = inputs(13)
+    window = inputs(1, rows=num, seed=1)[2]
+    dirty = x.copy()
+    dirty[:, cu[-1] :] = np.nan
+    counts = np.stack([np.arange(num) % 3, np.full(num, 13)], axis=1)
+    y, ends, marks = conv(
+        dirty, weight, window, cu_seqlens=np.array(cu), boundaries=counts, implementation=implementation
+    )
+    np.testing.assert_array_equal(y[:, cu[-1] :], 0)
+    for n, (first, last) in enumerate(itertools.pairwise(cu)):
+        history = np.concatenate([window[n], x[0, first:last]])
+        np.testing.assert_array_equal(ends[n], history[last - first :])
+        at = min(n % 3, last - first)
+        np.testing.assert_array_equal(marks[n, 0], history[at : at + TAPS - 1])
+        np.testing.assert_array_equal(marks[n, 1], ends[n])
+        if last > first:
+            alone, _ = conv(x[:, first:last], weight, window[n : n + 1], implementation=implementation)
+            np.testing.assert_array_equal(y[0, first:last], alone[0])
+
+
+@pytest.mark.parametrize("layout", ["plain", "lengths", "packed"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 6])
+def test_gradients_match_float64(num_tokens: int, layout: str) -> None:
+    rows = 1 if layout == "packed" else 2
+    x, weight, window = inputs(num_tokens, rows=rows)
+    options = {
+        "plain": {},
+        "lengths": {"lengths": [num_tokens, num_tokens - 1]},
+        "packed": {"cu_seqlens": [0, 0, num_tokens - 1, num_tokens]},
+    }[layout]
+    if layout == "packed":
+        window = inputs(1, rows=3, seed=2)[2]
+    shapes = x.shape, window.shape, (len(window), 2, *window.shape[1:])
+    cotangents = [np.random.default_rng(3).standard_normal(shape) for shape in shapes]
+
+    def loss(implementation, *args):
+        outputs = short_conv(*args, boundaries=[0, 1], implementation=implementation, **options)
+        return sum((o * c.astype(o.dtype)).sum() for o, c in zip(outputs, cotangents))
+
+    gradient = jax.jit(jax.grad(loss, (1, 2, 3)), static_argnums=0)
+    got = gradient("xla", x, weight, window)
+    with jax.enable_x64(True):
+        exact = gradient("reference", *(jnp.asarray(a, jnp.float64) for a in (x, weight, window)))
+        exact = [np.asarray(a) for a in exact]
+    for name, reference, mine in zip(["dx", "dweight", "dwindow"], exact, got):
+        assert_close(name, reference, mine, 1e-6)
+
+
+def test_bfloat16_sums_in_float32() -> None:
+    x, weight, window = (jnp.asarray(a, jnp.bfloat16) for a in inputs(9))
+    y, end = conv(x, weight, window)
+    wide, _ = conv(*(a.astype(jnp.float32) for a in (x, weight, window)))
+    assert y.dtype == end.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": jnp.zeros((1, 4, CHANNELS))}, "W-1"),
+        ({"weight": jnp.zeros((4, 3))}, "weight"),
+        ({"activation": "gelu"}, "gelu"),
+        ({"lengths": [9]}, "0..8"),
+        ({"lengths": [1], "cu_seqlens": [0, 8]}, "without lengths"),
+        ({"cu_seqlens": [0, 9]}, "at most 8"),
+        ({"boundaries": [9]}, "0..8"),
+        ({"implementation": "cuda"}, "reference"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_says_what_is_wrong(change: dict, message: str) -> None:
+    x, weight, _ = map(jnp.asarray, inputs(8))
+    with pytest.raises(ValueError, match=message):
+        short_conv(**({"x": x, "weight": weight} | change))
