@@ -1,0 +1,82 @@
+"""Public function of latent attention: checks, defaults, choice of backend."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.backends import Backend, choose
+from pallas_kernels.counts import Counts, as_counts
+from pallas_kernels.mla_attention import reference, xla
+from pallas_kernels.precision import accumulator
+
+
+def mla_attention(
+    q: jax.Array,
+    latents: jax.Array,
+    *,
+    rank: int,
+    start: Counts | None = None,
+    lengths: Counts | None = None,
+    page_table: Counts | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Causal attention of all heads over one latent row a token, in absorbed form; one token or many.
+
+    Query i of row b attends to the rows j <= start[b] + i; the values are the first `rank` channels of the rows.
+    Rows [0, start + lengths) hold latents, this call's own included; what lies behind them is never looked at, not
+    even NaN. Blocks of keys are counted from row 0 and gone through in order, so a query's bits depend neither on
+    T (from 2 up) nor on the capacity nor on other rows of the batch; with T = 1 they differ by rounding.
+
+    Args:
+        q: [B, T, H, R+P] queries, already multiplied by the key up-projection.
+        latents: [B, S, R+P], or with `page_table` a pool [num_pages, page_size, R+P].
+        rank: R, the width of the values.
+        start: [B] int32 rows written before this call; zeros when None.
+        lengths: [B] int32 valid queries a row (the rest is padding and gives 0); all T when None.
+        page_table: [B, n] int32: row j of sequence b is row j % page_size of page page_table[b, j // page_size].
+            Entries behind the last written row must be pages of the pool, any.
+        scale: multiplies the scores. The default, (R+P)^-0.5, is that of the absorbed width, hardly ever a model's.
+        implementation: "reference", "xla" or None.
+
+    Returns:
+        [B, T, H, R] in q's dtype; scores, softmax and sums are float32 (or wider).
+
+    Raises:
+        ValueError: shapes, rank or counts do not fit, or an unknown name.
+
+    Source:
+        DeepSeek-V2, arXiv:2405.04434, section 2.1.2; online softmax of arXiv:1805.02867.
+    """
+    if q.ndim != 4 or latents.ndim != 3 or q.shape[3] != latents.shape[2]:
+        raise ValueError(
+            f"mla_attention: q [B,T,H,R+P] and latents [B,S,R+P] do not fit: {q.shape}, {latents.shape}"
+        )
+    batch, num_tokens, _, channels = q.shape
+    if not 0 < rank <= channels:
+        raise ValueError(f"mla_attention: {rank=} must lie in 1..{channels}, the width of q and latents")
+    if page_table is not None:
+        page_table = as_counts(
+            "mla_attention: page_table", page_table, (batch, -1), limit=latents.shape[0] - 1
+        )
+    elif latents.shape[0] != batch:
+        raise ValueError(
+            f"mla_attention: q has {batch} rows, latents {latents.shape[0]}; a pool needs a page_table"
+        )
+    capacity = latents.shape[1] * (1 if page_table is None else page_table.shape[1])
+    if num_tokens > capacity:
+        raise ValueError(f"mla_attention: {num_tokens} queries need as many latent rows, got {capacity}")
+    begun = [0] * batch if start is None else start
+    begun = as_counts("mla_attention: start", begun, (batch,), limit=capacity - num_tokens)
+    valid = [num_tokens] * batch if lengths is None else lengths
+    valid = as_counts("mla_attention: lengths", valid, (batch,), limit=num_tokens)
+
+    backends = {"reference": Backend(_reference), "xla": Backend(xla.attend)}
+    run = choose("mla_attention", implementation, backends)
+    scale = channels**-0.5 if scale is None else scale
+    return run(q, latents, page_table, begun, valid, rank, scale).astype(q.dtype)
+
+
+def _reference(q, latents, *others):
+    wide = accumulator(q.dtype)
+    return reference.attend(q.astype(wide), latents.astype(wide), *others)

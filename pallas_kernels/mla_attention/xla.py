@@ -1,0 +1,149 @@
+"""Latent attention in blocks with an online softmax, in plain JAX; no [T, S] matrix exists at any time."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mla_attention.rows import Rows
+from pallas_kernels.precision import accumulator, contract
+
+KEY_BLOCK = 256
+"""Latent rows a step, counted from row 0 of the sequence: part of what fixes a result's bits."""
+QUERY_ROWS = 512
+"""Most queries times heads a step."""
+MIN_ROWS = 64
+"""From this many rows on, XLA's CPU products give a row the same bits for any number of rows."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def attend(
+    q: jax.Array,
+    latents: jax.Array,
+    page_table: jax.Array | None,
+    start: jax.Array,
+    lengths: jax.Array,
+    rank: int,
+    scale: float,
+) -> jax.Array:
+    """See `mla_attention.reference.attend`; q and latents in any float dtype, the result in float32 (or wider)."""
+    return _forward(q, latents, page_table, start, lengths, rank, scale)[0]
+
+
+def _block_of_queries(num_tokens: int, heads: int) -> tuple[int, int]:
+    """Returns how many blocks of how many queries cover a call."""
+    count = -(-num_tokens // max(1, QUERY_ROWS // heads))
+    return count, max(-(-num_tokens // count), -(-MIN_ROWS // heads))
+
+
+def _key_blocks(first_query: jax.Array, size: int, start: jax.Array, length: jax.Array) -> jax.Array:
+    """Number of key blocks that some valid query of a block looks into; 0 when none is valid."""
+    seen = start + jnp.minimum(first_query + size, length)
+    return jnp.where(first_query < length, (seen + KEY_BLOCK - 1) // KEY_BLOCK, 0)
+
+
+def _forward(q, latents, page_table, start, lengths, rank, scale):
+    batch, num_tokens, heads, channels = q.shape
+    rows, wide = Rows(latents, page_table), accumulator(q.dtype)
+    count, size = _block_of_queries(num_tokens, heads)
+    q = _padded(q, count * size)
+    query = jnp.arange(size, dtype=jnp.int32).repeat(heads)
+
+    def attend_block(i: jax.Array, outputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        b, first = i // count, i % count * size
+        queries = _read(q, b, first, size).astype(wide) * scale
+        position = start[b] + first + query
+
+        def attend_keys(j, carry):
+            top, total, mixed = carry
+            keys = rows.read(b, j, KEY_BLOCK, start[b] + lengths[b]).astype(wide)
+            scores = _scores(queries, keys, position, j)
+            new_top = jnp.maximum(top, scores.max(axis=1))
+            weights = jnp.exp(scores - new_top[:, None])
+            fade = jnp.exp(top - new_top)
+            total = total * fade + weights.sum(axis=1)
+            mixed = mixed * fade[:, None] + contract("qk,kr->qr", weights, keys[:, :rank])
+            return new_top, total, mixed
+
+        zeros = jnp.zeros((size * heads, rank), wide)
+        empty = jnp.full_like(zeros[:, 0], -jnp.inf), zeros[:, 0], zeros
+        blocks = _key_blocks(first, size, start[b], lengths[b])
+        top, total, mixed = jax.lax.fori_loop(0, blocks, attend_keys, empty)
+        valid = first + query < lengths[b]
+        out = jnp.where(valid[:, None], mixed / total[:, None], 0)
+        # An infinite normaliser makes every weight of a padded query 0 in the backward pass.
+        logsum = jnp.where(valid, top + jnp.log(total), jnp.inf)
+        return _write(outputs[0], out, b, first), _write(outputs[1], logsum[:, None], b, first)
+
+    outputs = tuple(jnp.zeros((batch, count * size, heads, width), wide) for width in (rank, 1))
+    out, logsum = jax.lax.fori_loop(0, batch * count, attend_block, outputs)
+    return out[:, :num_tokens], logsum
+
+
+def _scores(queries: jax.Array, keys: jax.Array, position: jax.Array, block: jax.Array) -> jax.Array:
+    """Scores [rows, KEY_BLOCK]; -inf where the key is behind the query's position."""
+    row = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+    return jnp.where(row <= position[:, None], contract("qc,kc->qk", queries, keys), -jnp.inf)
+
+
+def _padded(x: jax.Array, num_tokens: int) -> jax.Array:
+    missing = num_tokens - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def _read(x: jax.Array, b: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    """Queries first .. of row b with their heads as rows: [B, T, H, C] -> [size*H, C]."""
+    block = jax.lax.dynamic_slice(x, (b, first, 0, 0), (1, size, *x.shape[2:]))
+    return block.reshape(-1, x.shape[3])
+
+
+def _write(x: jax.Array, block: jax.Array, b: jax.Array, first: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(x, block.reshape(1, -1, *x.shape[2:]), (b, first, 0, 0))
+
+
+def _attend_fwd(q, latents, page_table, start, lengths, rank, scale):
+    out, logsum = _forward(q, latents, page_table, start, lengths, rank, scale)
+    return out, (q, latents, page_table, start, lengths, out, logsum)
+
+
+def _attend_bwd(rank, scale, residuals, d_out):
+    q, latents, page_table, start, lengths, out, logsum = residuals
+    batch, num_tokens, heads, channels = q.shape
+    rows, wide = Rows(latents, page_table), accumulator(q.dtype)
+    count, size = _block_of_queries(num_tokens, heads)
+    query = jnp.arange(size, dtype=jnp.int32).repeat(heads)
+    agreement = _padded((d_out * out).sum(axis=3, keepdims=True), count * size)
+    padded_q, d_out = _padded(q, count * size), _padded(d_out, count * size)
+
+    def pull_block(i, carry):
+        d_q, d_rows = carry
+        b, first = i // count, i % count * size
+        queries = _read(padded_q, b, first, size).astype(wide) * scale
+        d_mixed, minus, norm = (_read(x, b, first, size) for x in (d_out, agreement, logsum))
+        position = start[b] + first + query
+
+        def pull_keys(j, inner):
+            d_queries, d_rows = inner
+            keys = rows.read(b, j, KEY_BLOCK, start[b] + lengths[b]).astype(wide)
+            weights = jnp.exp(_scores(queries, keys, position, j) - norm)
+            d_scores = weights * (contract("qr,kr->qk", d_mixed, keys[:, :rank]) - minus)
+            d_queries = d_queries + contract("qk,kc->qc", d_scores, keys)
+            d_keys = contract("qk,qc->kc", d_scores, queries)
+            d_keys = d_keys.at[:, :rank].add(contract("qk,qr->kr", weights, d_mixed))
+            at = (b, j * KEY_BLOCK, 0)
+            old = jax.lax.dynamic_slice(d_rows, at, (1, *d_keys.shape))
+            return d_queries, jax.lax.dynamic_update_slice(d_rows, old + d_keys, at)
+
+        blocks = _key_blocks(first, size, start[b], lengths[b])
+        d_queries, d_rows = jax.lax.fori_loop(0, blocks, pull_keys, (jnp.zeros_like(queries), d_rows))
+        return _write(d_q, d_queries * scale, b, first), d_rows
+
+    d_q = jnp.zeros(padded_q.shape, wide)
+    d_rows = jnp.zeros((batch, -(-rows.capacity // KEY_BLOCK) * KEY_BLOCK, channels), wide)
+    d_q, d_rows = jax.lax.fori_loop(0, batch * count, pull_block, (d_q, d_rows))
+    return d_q[:, :num_tokens].astype(q.dtype), rows.scatter(d_rows).astype(latents.dtype), None, None, None
+
+
+attend.defvjp(_attend_fwd, _attend_bwd)

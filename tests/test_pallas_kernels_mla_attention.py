@@ -1,0 +1,179 @@
+"""Latent attention: definition, cuts to the bit, pages, rubbish behind the rows, gradients."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from measure import assert_close
+from pallas_kernels import mla_attention
+
+HEADS, RANK, ROPE = 2, 24, 8
+SCALE = 0.3
+
+
+def inputs(batch: int, num_tokens: int, capacity: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((batch, num_tokens, HEADS, RANK + ROPE)).astype(np.float32)
+    return q, rng.standard_normal((batch, capacity, RANK + ROPE)).astype(np.float32)
+
+
+attend = jax.jit(functools.partial(mla_attention, rank=RANK, scale=SCALE), static_argnames="implementation")
+
+
+def by_hand(q: np.ndarray, latents: np.ndarray, start: int) -> np.ndarray:
+    """One row of the batch in float64 NumPy: q [T, H, R+P], latents [S, R+P]."""
+    out = np.zeros((*q.shape[:2], RANK))
+    for i, h in np.ndindex(*q.shape[:2]):
+        rows = latents[: start + i + 1].astype(np.float64)
+        weights = np.exp(SCALE * rows @ q[i, h])
+        out[i, h] = weights @ rows[:, :RANK] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize(
+    ("num_tokens", "capacity", "start"),
+    [(1, 1, [0, 0]), (1, 300, [0, 299]), (2, 700, [511, 255]), (70, 520, [0, 449])],
+    ids=["first token", "decode", "two", "prefill"],
+)
+def test_matches_the_formula(num_tokens: int, capacity: int, start: list[int], implementation: str) -> None:
+    q, latents = inputs(2, num_tokens, capacity)
+    dirty = latents.copy()
+    dirty[0, start[0] + num_tokens :] = np.nan
+    dirty[1, start[1] + num_tokens :] = 1e30
+    got = attend(q, dirty, start=np.array(start), implementation=implementation)
+    for b in range(2):
+        assert_close("out", by_hand(q[b], latents[b], start[b]), got[b], 1e-6)
+
+
+@pytest.mark.parametrize("capacities", [[200], [200, 256, 700], [1024, 200]], ids=str)
+@pytest.mark.parametrize("cuts", [[64], [128], [192], [64, 128, 192]], ids=str)
+def test_cuts_keep_every_bit(cuts: list[int], capacities: list[int]) -> None:
+    q, latents = inputs(1, 200, 200)
+    whole = attend(q, latents)
+    for n, (first, last) in enumerate(zip([0, *cuts], [*cuts, 200])):
+        capacity = capacities[n % len(capacities)]
+        buffer = np.full((1, capacity, RANK + ROPE), np.nan, np.float32)
+        buffer[:, :last] = latents[:, :last]
+        part = attend(q[:, first:last], buffer, start=np.array([first]))
+        np.testing.assert_array_equal(part, whole[:, first:last])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_a_batch_is_its_rows_to_the_bit(num_tokens: int) -> None:
+    q, latents = inputs(4, num_tokens, 600)
+    start, lengths = np.array([0, 3, 255, 560]), np.array([num_tokens, 1, 0, num_tokens])
+    for b in range(4):  # rows behind a row's own end are rubbish, also where padded queries would stand
+        latents[b, start[b] + lengths[b] :] = np.nan
+    together = attend(q, latents, start=start, lengths=lengths)
+    for b, length in enumerate(lengths):
+        np.testing.assert_array_equal(together[b, length:], 0)
+        if length:
+            alone = attend(
+                q[b : b + 1], latents[b : b + 1], start=start[b : b + 1], lengths=lengths[b : b + 1]
+            )
+            np.testing.assert_array_equal(together[b], alone[0])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 66])
+@pytest.mark.parametrize("page_size", [16, 60, 256, 1024], ids=lambda size: f"page{size}")
+def test_pages_are_contiguous_rows_to_the_bit(page_size: int, num_tokens: int) -> None:
+    q, latents = inputs(2, num_tokens, 600)
+    start = np.array([600 - num_tokens, 5])
+    pages = -(-600 // page_size)
+    order = np.random.default_rng(1).permutation(2 * pages + 1)
+    table = order[: 2 * pages].reshape(2, pages)
+    pool = np.full((2 * pages + 1, page_size, RANK + ROPE), np.nan, np.float32)
+    padded = np.pad(latents, ((0, 0), (0, pages * page_size - 600), (0, 0)), constant_values=1e30)
+    pool[table] = padded.reshape(2, pages, page_size, -1)
+    flat = attend(q, latents, start=start)
+    np.testing.assert_array_equal(attend(q, pool, start=start, page_table=table), flat)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "pages"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 150])
+def test_gradients_match_float64(num_tokens: int, layout: str) -> None:
+    q, latents = inputs(2, num_tokens, 300)
+    options = {
+        "start": np.array([300 - num_tokens, 7]),
+        "lengths": np.array([num_tokens, -(-num_tokens // 2)]),
+    }
+    if layout == "pages":  # both sequences share their first page
+        latents = latents.reshape(12, 50, RANK + ROPE)
+        options["page_table"] = np.array([[0, 1, 2, 3, 4, 5], [0, 7, 8, 9, 10, 11]])
+    weight = np.random.default_rng(5).standard_normal((2, num_tokens, HEADS, RANK))
+
+    def loss(implementation, q, latents):
+        out = mla_attention(q, latents, rank=RANK, scale=SCALE, implementation=implementation, **options)
+        return (out * weight.astype(out.dtype)).sum()
+
+    gradient = jax.jit(jax.grad(loss, (1, 2)), static_argnums=0)
+    got = gradient("xla", q, latents)
+    with jax.enable_x64(True):
+        exact = gradient("reference", *(jnp.asarray(a, jnp.float64) for a in (q, latents)))
+        exact = [np.asarray(a) for a in exact]
+    for name, reference, mine in zip(["dq", "dlatents"], exact, got):
+        assert_close(name, reference, mine, 1e-6)
+
+
+def test_rubbish_never_reaches_a_gradient() -> None:
+    q, latents = inputs(1, 5, 40)
+    dirty = latents.copy()
+    dirty[:, 12:] = np.nan
+    gradient = jax.jit(jax.grad(lambda *args: attend(*args, start=np.array([7])).sum(), (0, 1)))
+    for got, clean in zip(gradient(q, dirty), gradient(q, latents)):
+        np.testing.assert_array_equal(got, clean)
+
+
+def test_bfloat16_inputs_softmax_in_float32() -> None:
+    q, latents = (jnp.asarray(a, jnp.bfloat16) for a in inputs(2, 33, 300))
+    got = attend(q, latents, start=np.array([200, 0]))
+    assert got.dtype == jnp.bfloat16
+    exact = attend(q.astype(jnp.float32), latents.astype(jnp.float32), start=np.array([200, 0]))
+    np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
+    gradient = jax.grad(lambda *args: attend(*args).astype(jnp.float32).sum(), (0, 1))(q, latents)
+    assert [g.dtype for g in gradient] == [jnp.bfloat16, jnp.bfloat16]
+
+
+def test_decode_inside_a_scan_that_carries_the_rows() -> None:
+    q, latents = inputs(2, 5, 300)
+    start = np.array([250, 3])
+
+    def token(carry, now):
+        rows, position = carry
+        query, row = now
+        rows = rows.at[jnp.arange(2), position].set(row)
+        return (rows, position + 1), attend(query[:, None], rows, start=position)[:, 0]
+
+    new = np.stack([latents[b, s : s + 5] for b, s in enumerate(start)], axis=1)
+    empty = np.where((np.arange(300) < start[:, None])[..., None], latents, np.nan).astype(np.float32)
+    _, out = jax.jit(lambda *args: jax.lax.scan(token, args[:2], args[2:]))(
+        empty, start, q.swapaxes(0, 1), new
+    )
+    for b in range(2):
+        assert_close("out", by_hand(q[b], latents[b], start[b]), out[:, b], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"latents": jnp.zeros((2, 9, 31))}, "do not fit"),
+        ({"latents": jnp.zeros((1, 9, 32))}, "page_table"),
+        ({"rank": 33}, "1..32"),
+        ({"start": [0, 6]}, "0..5"),
+        ({"lengths": [0, 5]}, "0..4"),
+        ({"page_table": [[0], [2]]}, "0..1"),
+        ({"latents": jnp.zeros((2, 3, 32))}, "4 queries"),
+        ({"implementation": "cuda"}, "reference"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_says_what_is_wrong(change: dict, message: str) -> None:
+    q, latents = map(jnp.asarray, inputs(2, 4, 9))
+    with pytest.raises(ValueError, match=message):
+        mla_attention(**({"q": q, "latents": latents, "rank": RANK} | change))
