@@ -1,0 +1,105 @@
+"""`demo`: one prompt, read once, and three continuations from its checkpoints, one in another process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kda_jax.commands.errors import CommandError
+
+if TYPE_CHECKING:
+    from kda_jax.commands.forks import Fork, Row
+    from kda_jax.tokenizer import Tokenizer
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny"
+PROMPT_TOKENS = 3000
+BOUNDARIES = (1024, 2048)
+
+
+def demo(
+    model: Annotated[Path, typer.Option(help="A checkpoint in Hugging Face's layout.")] = EXAMPLE,
+    source: Annotated[
+        Path | None, typer.Option(help="Text to read (default: the library's argparse.py).")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write in each continuation.")] = 120,
+) -> None:
+    """Read a source file once, fork it from three checkpoints, and compare with runs that never stopped."""
+    import argparse
+
+    from kda_jax.commands.forks import compare
+    from kda_jax.tokenizer import load_tokenizer
+    from kda_jax.weights.load import load
+
+    if not model.exists():
+        raise CommandError(f"no model at {model}; run this in a checkout, or name a checkpoint with --model")
+    source = source or Path(argparse.__file__)
+    loaded, tokenizer = load(model), load_tokenizer(model)
+    ids = tokenizer.encode(source.read_text(encoding="utf-8"))
+    if len(ids) < PROMPT_TOKENS:
+        raise CommandError(f"{source} has {len(ids)} tokens; the demo reads at least {PROMPT_TOKENS}")
+    prompt = ids[: _paragraph_end(tokenizer, ids, PROMPT_TOKENS)]
+    print(f"{source.name}: {len(prompt)} tokens, read once, checkpoints at {[*BOUNDARIES, len(prompt)]}\n")
+    rows = compare(loaded, model, prompt, _forks(tokenizer, ids, len(prompt)), new_tokens)
+    _print(rows, tokenizer)
+    if wrong := [row.fork.what for row in rows if not row.identical]:
+        print(
+            f"kda_jax: not bit-identical to the run that never stopped: {'; '.join(wrong)}", file=sys.stderr
+        )
+        raise typer.Exit(1)
+
+
+def demo_resume(model: Path, state: Path, result: Path, tokens: str, new_tokens: int, capacity: int) -> None:
+    """The demo's second process."""
+    from kda_jax.commands.forks import resume
+
+    resume(model, state, result, [int(token) for token in tokens.split(",")], new_tokens, capacity)
+
+
+def _paragraph_end(tokenizer: Tokenizer, ids: list[int], start: int) -> int:
+    """The first count of tokens, from `start` on, that ends with an empty line; `start` if there is none."""
+    ends = (end for end in range(start, len(ids)) if tokenizer.decode(ids[end - 2 : end]).endswith("\n\n"))
+    return next(ends, start)
+
+
+def _forks(tokenizer: Tokenizer, ids: list[int], num_prompt: int) -> list[Fork]:
+    """From the prompt's end, and from each boundary on to the paragraph's end: then a turn of its own."""
+    from kda_jax.commands.forks import Fork
+
+    def fork(boundary: int, word: str) -> Fork:
+        end = _paragraph_end(tokenizer, ids, boundary + 2) if boundary < num_prompt else boundary
+        return Fork(f"{boundary} + {word!r}", boundary, ids[boundary:end] + tokenizer.encode(word))
+
+    early, late = BOUNDARIES
+    return [fork(num_prompt, "class "), fork(late, "def "), fork(early, "import ")]
+
+
+def _print(rows: Sequence[Row], tokenizer: Tokenizer) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    table = Table()
+    table.add_column("resumed at, in")
+    for column in ("tokens", "cold ms", "resumed ms", "checkpoint bytes", "bit-identical"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.fork.boundary}, {row.where}",
+            f"{row.fork.boundary + len(row.fork.rest):,}",
+            f"{row.cold.prefill_ms:.1f}",
+            f"{row.resumed.prefill_ms:.1f}",
+            f"{row.checkpoint_nbytes:,}",
+            "yes" if row.identical else "NO",
+        )
+    console.print(table)
+    for row in rows:
+        console.print(f"\n[bold]{row.fork.boundary} tokens, then:[/bold]")
+        last = tokenizer.decode(row.fork.rest[-160:]).rsplit("\n\n", 1)[-1]
+        console.print(
+            Text(last, style="dim") + Text(tokenizer.decode(row.resumed.tokens.tolist())), soft_wrap=True
+        )
