@@ -1,0 +1,170 @@
+"""Kimi Delta Attention as a layer: linear attention with a channel-wise decay and a state of fixed size."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kda_jax.layers.projection import Linear, Projections, fan_in
+from kda_jax.state import KDAState
+from pallas_kernels import kda_gate, kda_prefill, kda_step, rms_norm_gated, short_conv, short_conv_step
+
+
+class KimiDeltaAttention(nnx.Module):
+    """Kimi Delta Attention (KDA).
+
+    Kernels are [in, out]. `in_proj` holds, side by side, q | k | v | decay gate (low rank) | output gate (low
+    rank, or whole with `full_rank_gate`) | beta; `conv` is [W, q|k|v], its last tap for the current token.
+
+    Args:
+        hidden_size: width of input and output (D).
+        num_heads: query and key heads (H).
+        head_dim: channels of a query or key head (K), also the rank of both gates.
+        v_head_dim: channels of a value head (V); K when None.
+        num_v_heads: value heads (HV), a multiple of H; H when None. Value head i reads query head i // (HV /
+            H).
+        conv_size: taps of the short convolution (W), counting the current token.
+        gate_lower_bound: None for the decay exp(-exp(A) softplus(z)) of Kimi Linear, or a negative number for
+            the bounded exp(bound * sigmoid(exp(A) z)) of Kimi K3 (-5.0).
+        full_rank_gate: a whole matrix for the output gate instead of one of rank K.
+        norm_eps: of the output's RMS norm.
+        rngs: `params` is drawn from.
+        dtype: of the kernels; `A_log` and `dt_bias` are float32 always.
+
+    Source: Kimi Linear, arXiv:2510.26692, section 4; transformers 5.24 `KimiLinearDeltaAttention`;
+        initialisation as in fla 0.4 `layers/kda.py`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        v_head_dim: int | None = None,
+        num_v_heads: int | None = None,
+        conv_size: int = 4,
+        gate_lower_bound: float | None = None,
+        full_rank_gate: bool = False,
+        norm_eps: float = 1e-5,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+    ):
+        values, value_heads = v_head_dim or head_dim, num_v_heads or num_heads
+        if value_heads % num_heads:
+            raise ValueError(f"num_v_heads={value_heads} must be a multiple of {num_heads=}")
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_v_heads, self.v_head_dim = value_heads, values
+        self.conv_size, self.gate_lower_bound, self.norm_eps = conv_size, gate_lower_bound, norm_eps
+
+        keys, outputs = num_heads * head_dim, value_heads * values
+        gate_width = outputs if full_rank_gate else head_dim
+        sizes = (2 * keys + outputs, head_dim, gate_width, value_heads)
+        self.in_proj = Projections(hidden_size, sizes, rngs=rngs, dtype=dtype)
+        self.conv = fan_in(rngs, (conv_size, 2 * keys + outputs), dtype)
+        self.f_b = Linear(head_dim, value_heads * head_dim, rngs=rngs, dtype=dtype)
+        self.A_log, self.dt_bias = _gate_parameters(value_heads, head_dim, gate_lower_bound is not None, rngs)
+        self.g_b = None if full_rank_gate else Linear(head_dim, outputs, rngs=rngs, dtype=dtype)
+        self.o_norm = nnx.Param(jnp.ones((values,), dtype))
+        self.o_proj = Linear(outputs, hidden_size, rngs=rngs, dtype=dtype)
+
+    def empty(self, batch: int, dtype: DTypeLike | None = None) -> KDAState:
+        """The state before the first token; `dtype` is the window's, the kernels' own when None."""
+        dtype = self.conv[...].dtype if dtype is None else dtype
+        recurrent = (batch, self.num_v_heads, self.head_dim, self.v_head_dim)
+        return KDAState(
+            jnp.zeros(recurrent, jnp.float32),
+            jnp.zeros((batch, self.conv_size - 1, self.in_proj.sizes[0]), dtype),
+            jnp.zeros((batch,), jnp.int32),
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: KDAState | None = None,
+        *,
+        lengths: Int[Array, "B"] | None = None,
+        boundaries: Int[Array, "... NB"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KDAState, *tuple[KDAState, ...]]:
+        """Mixes tokens, going on from `state`.
+
+        Args:
+            x: the tokens' vectors.
+            state: what the rows have absorbed; None for nothing. It also anchors the chunk grid.
+            lengths: tokens of each row that count; the rest is padding, which touches nothing.
+            boundaries: token counts of this call, 0..T, at which the state is returned too.
+
+        Returns:
+            y, the state behind each row's last token, and with `boundaries` the states there, [B, NB, ...].
+        """
+        mixed, decay, gate, beta = self.in_proj(x)
+        decay = self.f_b(decay).reshape(*x.shape[:2], self.num_v_heads, self.head_dim)
+        decay = kda_gate(decay, self.A_log[...], self.dt_bias[...], lower_bound=self.gate_lower_bound)
+        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
+        if state is not None and x.shape[1] == 1 and lengths is None and boundaries is None:
+            out, new, at = self._step(mixed, decay, beta, state)
+        else:
+            out, new, at = self._sequence(mixed, decay, beta, state, lengths, boundaries)
+        if self.g_b is not None:
+            gate = self.g_b(gate)
+        out = rms_norm_gated(out, gate.reshape(out.shape), self.o_norm[...], eps=self.norm_eps)
+        y = self.o_proj(out.reshape(*x.shape[:2], -1))
+        return (y, new) if at is None else (y, new, at)
+
+    def _heads(self, mixed: Float[Array, "*rows C"]) -> tuple[Array, Array, Array]:
+        rows, keys = mixed.shape[:-1], self.num_heads * self.head_dim
+        q, k, v = jnp.split(mixed, (keys, 2 * keys), axis=-1)
+        q, k = (x.reshape(*rows, self.num_heads, self.head_dim) for x in (q, k))
+        return q, k, v.reshape(*rows, self.num_v_heads, self.v_head_dim)
+
+    def _step(
+        self, mixed: Array, decay: Array, beta: Array, state: KDAState
+    ) -> tuple[Array, KDAState, KDAState | None]:
+        mixed, window = short_conv_step(mixed[:, 0], self.conv[...], state.conv)
+        q, k, v = self._heads(mixed)
+        out, recurrent = kda_step(q, k, v, decay[:, 0], beta[:, 0], state.recurrent, qk_l2norm=True)
+        return out[:, None], KDAState(recurrent, window, state.position + 1), None
+
+    def _sequence(
+        self,
+        mixed: Array,
+        decay: Array,
+        beta: Array,
+        state: KDAState | None,
+        lengths: Array | None,
+        boundaries: Array | None,
+    ) -> tuple[Array, KDAState, KDAState | None]:
+        rows, tokens = mixed.shape[:2]
+        window, recurrent, start = (
+            (None,) * 3 if state is None else (state.conv, state.recurrent, state.position)
+        )
+        mixed, window, *windows = short_conv(
+            mixed, self.conv[...], window, lengths=lengths, boundaries=boundaries
+        )
+        out, recurrent, *recurrents = kda_prefill(
+            *self._heads(mixed),
+            decay,
+            beta,
+            recurrent,
+            qk_l2norm=True,
+            start=start,
+            lengths=lengths,
+            boundaries=boundaries,
+            gate_lower_bound=self.gate_lower_bound,
+        )
+        start = jnp.zeros((rows,), jnp.int32) if start is None else start
+        new = KDAState(recurrent, window, start + (tokens if lengths is None else lengths))
+        if boundaries is None:
+            return out, new, None
+        counts = jnp.broadcast_to(boundaries, (rows, boundaries.shape[-1]))
+        return out, new, KDAState(recurrents[0], windows[0], start[:, None] + counts)
+
+
+def _gate_parameters(heads: int, channels: int, bounded: bool, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
+    """exp(A) ~ U(1, 16), or 1 for the bounded gate; softplus(dt_bias) ~ log-uniform in 1e-3..1e-1."""
+    rates = jax.random.uniform(rngs.params(), (heads,), jnp.float32, 1.0, 16.0)
+    low, high = jnp.log(jnp.float32(1e-3)), jnp.log(jnp.float32(1e-1))
+    step = jnp.exp(jax.random.uniform(rngs.params(), (heads, channels), jnp.float32, low, high))
+    A_log = jnp.zeros_like(rates) if bounded else jnp.log(rates)
+    return nnx.Param(A_log), nnx.Param(step + jnp.log(-jnp.expm1(-step)))

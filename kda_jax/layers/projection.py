@@ -1,0 +1,45 @@
+"""Matrix products with a kernel: one output, or several outputs of one input side by side in one kernel."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+def fan_in(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, size: int | None = None) -> nnx.Param:
+    """A normal kernel with variance 1 / fan-in; `size` is the fan-in when it is not `shape[-2]`."""
+    std = (shape[-2] if size is None else size) ** -0.5
+    return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * std).astype(dtype))
+
+
+class Linear(nnx.Module):
+    """x @ kernel, without a bias."""
+
+    def __init__(self, in_size: int, out_size: int, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        self.kernel = fan_in(rngs, (in_size, out_size), dtype)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows F"]:
+        return x @ self.kernel[...]
+
+
+class Projections(nnx.Module):
+    """Several projections of one input. Their kernels stand side by side in one, `[D, sum(sizes)]`.
+
+    A decode step is bound by reading weights, and one long product reads them faster than several short ones.
+    """
+
+    def __init__(
+        self, in_size: int, sizes: tuple[int, ...], *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
+    ):
+        self.sizes = sizes
+        self.kernel = fan_in(rngs, (in_size, sum(sizes)), dtype)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> tuple[Float[Array, "*rows _"], ...]:
+        """One output a size, in the order of `sizes`."""
+        y = x @ self.kernel[...]
+        parts, at = [], 0
+        for size in self.sizes:
+            parts.append(jax.lax.slice_in_dim(y, at, at + size, axis=-1))
+            at += size
+        return tuple(parts)

@@ -1,0 +1,162 @@
+"""The whole model: embedding, layers of attention and feed-forward, and the head."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kda_jax.config import ModelConfig
+from kda_jax.layers import KimiDeltaAttention, Linear, Mlp, MultiHeadLatentAttention, SparseMoE
+from kda_jax.layers.projection import fan_in
+from kda_jax.state import KDAState, MLAState, ModelState
+from pallas_kernels import rms_norm
+
+LayerState = KDAState | MLAState
+
+
+class Block(nnx.Module):
+    """One layer: x += attn(norm(x)), then x += mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        self.eps = config.rms_norm_eps
+        self.input_norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        self.attn = _attention(config, layer, rngs, dtype)
+        self.post_norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        if config.mlps[layer] == "dense":
+            self.mlp = Mlp(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
+        else:
+            self.mlp = SparseMoE(config, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: LayerState | None = None,
+        *,
+        lengths: Int[Array, "B"] | None = None,
+        boundaries: Int[Array, "... NB"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerState, *tuple[LayerState, ...]]:
+        """As the attention layers: y, the state behind, and with `boundaries` the states there."""
+        normal = rms_norm(x, self.input_norm[...], eps=self.eps)
+        y, new, *at = self.attn(normal, state, lengths=lengths, boundaries=boundaries)  # pyright: ignore
+        x = x + y
+        x = x + self.mlp(rms_norm(x, self.post_norm[...], eps=self.eps))
+        return (x, new, *at)
+
+
+class Model(nnx.Module):
+    """A Kimi Linear language model.
+
+    Parameters lie under `embed` [V, D], `layers.{i}`, `norm` [D] and `lm_head.kernel` [D, V] (absent when
+    tied).
+
+    Args:
+        config: sizes and options.
+        rngs: `params` is drawn from. To build from shapes alone, call this inside `nnx.eval_shape`.
+        dtype: of parameters and activations; the router, `A_log`, `dt_bias` and all recurrent states are
+            float32.
+
+    Raises:
+        NotImplementedError: the config asks for parts that only Kimi K3 has.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        if config.k3_parts:
+            raise NotImplementedError(
+                f"no layers yet for {', '.join(config.k3_parts)} (Kimi K3's own parts); "
+                "their config can be read, the model cannot be built"
+            )
+        self.config = config
+        width = config.hidden_size if config.tie_embeddings else 1
+        self.embed = fan_in(rngs, (config.vocab_size, config.hidden_size), dtype, width)
+        self.layers = nnx.List(
+            [Block(config, layer, rngs=rngs, dtype=dtype) for layer in range(config.num_layers)]
+        )
+        self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        if config.tie_embeddings:
+            self.lm_head = None
+        else:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        state: ModelState | None = None,
+        lengths: Int[Array, "B"] | None = None,
+        boundaries: Int[Array, "... NB"] | None = None,
+        last_only: bool = False,
+    ) -> tuple[Float[Array, "B U V"], ModelState, *tuple[ModelState, ...]]:
+        """Reads tokens, going on from `state`. A pure function: nothing in the module changes.
+
+        Args:
+            tokens: token ids.
+            state: what the rows have absorbed, with room for these tokens; None for nothing, as in training
+                (the state returned then has no room for more).
+            lengths: tokens of each row that count; the rest is padding, which touches nothing and whose
+                logits mean nothing.
+            boundaries: token counts of this call, 0..T, at which the state is returned too.
+            last_only: logits of each row's last token only.
+
+        Returns:
+            float32 logits, [B, T, vocab] or [B, 1, vocab]; the state behind each row's last token; and with
+            `boundaries` the states there, recurrent and window [B, NB, ...] and position [B, NB].
+        """
+        x = self.embed[...][tokens]
+        # All layers stand at the same position: read one, so that the copies cost nothing.
+        olds = [None] * len(self.layers)
+        if state is not None:
+            olds = [old._replace(position=state.position) for old in state.layers]
+        news, ats = [], []
+        for block, old in zip(self.layers, olds, strict=True):
+            x, new, *at = block(x, old, lengths=lengths, boundaries=boundaries)
+            news.append(new)
+            ats += at
+        if last_only:
+            x = _last(x, lengths)
+        logits = self.head(x)
+        new = ModelState(tuple(news))
+        return (logits, new) if boundaries is None else (logits, new, ModelState(tuple(ats)))
+
+    def head(self, x: Float[Array, "B U D"]) -> Float[Array, "B U V"]:
+        """Float32 logits of what the last layer returned."""
+        x = rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)
+        kernel = self.embed[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+
+
+def _attention(
+    config: ModelConfig, layer: int, rngs: nnx.Rngs, dtype: DTypeLike
+) -> KimiDeltaAttention | MultiHeadLatentAttention:
+    if config.layers[layer] == "kda":
+        return KimiDeltaAttention(
+            config.hidden_size,
+            config.kda_num_heads,
+            config.kda_head_dim,
+            v_head_dim=config.kda_v_head_dim,
+            num_v_heads=config.kda_num_v_heads,
+            conv_size=config.conv_size,
+            gate_lower_bound=config.gate_lower_bound,
+            full_rank_gate=config.full_rank_gate,
+            norm_eps=config.rms_norm_eps,
+            rngs=rngs,
+            dtype=dtype,
+        )
+    return MultiHeadLatentAttention(
+        config.hidden_size,
+        config.num_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        q_lora_rank=config.q_lora_rank,
+        output_gate=config.mla_output_gate,
+        latent_norm_eps=config.latent_norm_eps,
+        rngs=rngs,
+        dtype=dtype,
+    )
+
+
+def _last(x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None) -> Float[Array, "B 1 D"]:
+    if lengths is None:
+        return x[:, -1:]
+    at = jnp.maximum(lengths.astype(jnp.int32) - 1, 0)
+    return jnp.take_along_axis(x, at[:, None, None], axis=1)
