@@ -1,0 +1,113 @@
+"""Tables of a benchmark's report, and the file that keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Record = Mapping[str, Any]
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A figure with `digits` significant digits, or a dash where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def pair(record: Record, key: str) -> str:
+    """Minimum and median of one act, in ms."""
+    if record.get(f"{key}_ms") is None:
+        return "-"
+    return f"{number(record[f'{key}_ms'])} / {number(record[f'{key}_median_ms'])}"
+
+
+def share(value: float | None) -> str:
+    """A share of the machine's rate as a percentage."""
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table with its first column left, the rest right."""
+    made = Table(title=title, title_justify="left", header_style="bold")
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def print_machine(console: Console, machine: Record) -> None:
+    """One line: the processor and its own rates."""
+    console.print(
+        f"{machine['processor']}, {machine['cores']} cores, Python {machine['python']}, "
+        f"JAX {machine['versions']['jax']}: float32 products {number(machine['matmul_gflops'])} GFLOP/s, "
+        f"reads {number(machine['read_gb_s'])} GB/s",
+        highlight=False,
+    )
+
+
+def print_contest(console: Console, title: str, records: Sequence[Record]) -> None:
+    """One table a gate and length, ours first, peers with how much faster ours is."""
+    for gate, length in dict.fromkeys((record["gate"], record["T"]) for record in records):
+        rows = []
+        for record in (each for each in records if (each["gate"], each["T"]) == (gate, length)):
+            ratios = [record.get(f"{act}_speedup_of_ours", {}).get("min") for act in ("forward", "both")]
+            rows.append(
+                (
+                    record["impl"],
+                    pair(record, "forward"),
+                    number(ratios[0], 3),
+                    share(record.get("forward_matmul_share")),
+                    pair(record, "both"),
+                    number(ratios[1], 3),
+                    share(record.get("both_matmul_share")),
+                )
+            )
+        columns = ("", "forward ms", "ours x", "of matmul", "both ms", "ours x", "of matmul")
+        console.print(table(f"{title}: {gate} gate, T={length} (min / median)", columns, rows))
+
+
+def print_ops(console: Console, result: Record) -> None:
+    """Everything that `bench ops` measured."""
+    print_machine(console, result["machine"])
+    print_contest(console, "KDA", result["results"])
+    print_contest(console, "KDA, short prompt", result.get("short", []))
+    if rows := result.get("boundaries"):
+        columns = ("gate, T, boundaries", "without ms", "with ms", "cost, min", "cost, median")
+        cells = (
+            (
+                f"{row['gate']}, {row['T']}, {len(row['boundaries'])}",
+                pair(row, "without"),
+                pair(row, "with"),
+                f"{row['cost_min']:.2f}",
+                f"{row['cost_median']:.2f}",
+            )
+            for row in rows
+        )
+        console.print(table("States at boundaries from the same call", columns, cells))
+    if rows := result.get("decode"):
+        columns = ("", "B", "us a token, min", "median", "ours x")
+        cells = (
+            (
+                row["impl"],
+                str(row["B"]),
+                number(row["us_per_token"]),
+                number(row["us_per_token_median"]),
+                number(row.get("speedup_of_ours", {}).get("min")),
+            )
+            for row in rows
+        )
+        console.print(table("Decode, 16 tokens a dispatch", columns, cells))
+    for name, why in result["absent"].items():
+        console.print(f"not here: {name}: {why}", highlight=False, markup=False)
+    for refusal in result["refused"]:
+        case = f"{refusal['gate']} T={refusal['T']} {refusal['pass']}"
+        console.print(
+            f"did not take part: {refusal['impl']}, {case}: {refusal['reason']}",
+            highlight=False,
+            markup=False,
+        )
