@@ -6,7 +6,7 @@ import base64
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 NUM_RESERVED = 256
 KIMI_PATTERN = "|".join(
@@ -33,6 +33,7 @@ _MAX_RUN = 25_000  # and cuts runs without whitespace, and runs of whitespace, a
 _LONG_RUN = re.compile(rf"\s{{{_MAX_RUN + 1},}}|\S{{{_MAX_RUN + 1},}}")
 
 
+@runtime_checkable
 class Codec(Protocol):
     """Ordinary text <-> ids, without special tokens."""
 
