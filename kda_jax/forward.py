@@ -72,7 +72,7 @@ def prefill(
             sequence longer than `model_max_length`.
     """
     graphdef, params = model if isinstance(model, tuple) else nnx.split(model)
-    config = _config(graphdef, params)
+    config = config_of((graphdef, params))
     if _traced((params, tokens, state, lengths)):
         return _prefill_traced(
             graphdef, params, config, tokens, state, lengths, boundaries, last_only, capacity
@@ -121,7 +121,7 @@ def decode(
     graphdef, params = model if isinstance(model, tuple) else nnx.split(model)
     if _traced((params, tokens, state)):
         return step(nnx.merge(graphdef, params), jnp.asarray(tokens, jnp.int32), state)
-    config = _config(graphdef, params)
+    config = config_of((graphdef, params))
     ids = check_tokens(tokens, config, 1)
     end = int(_position(state, ids.shape[0]).max()) + 1
     if end > config.model_max_length:
@@ -157,7 +157,9 @@ def check_tokens(tokens: ArrayLike | Sequence, config: ModelConfig, ndim: int) -
     return ids.astype(np.int32)
 
 
-def _config(graphdef: nnx.GraphDef[Model], params: nnx.State) -> ModelConfig:
+def config_of(parts: SplitModel) -> ModelConfig:
+    """The config of a model that `split` took apart."""
+    graphdef, params = parts
     if graphdef not in _CONFIGS:
         _CONFIGS[graphdef] = nnx.merge(graphdef, params).config
     return _CONFIGS[graphdef]
