@@ -77,7 +77,7 @@ def draw(case: Case, seed: int = 0) -> Inputs:
         step = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), (case.H, case.K)))
         dt_bias = np.log(np.expm1(step))
         g = -np.exp(A_log)[:, None] * np.logaddexp(0, z + dt_bias)
-    arrays = Inputs(
+    arrays = dict(
         q=q,
         k=k,
         v=normal(*rows, case.V),
@@ -90,4 +90,4 @@ def draw(case: Case, seed: int = 0) -> Inputs:
         out_weight=normal(*rows, case.V),
         state_weight=normal(*state_shape),
     )
-    return Inputs(*(jnp.asarray(x, jnp.float32) for x in arrays))
+    return Inputs(**{name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()})

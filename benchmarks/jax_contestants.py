@@ -49,7 +49,7 @@ class JaxContestant:
     def prepare(self, case: Case, inputs: Inputs) -> Run:
         operator = self.load()(case, inputs)
         gate = inputs.z if self.raw_gate else inputs.g
-        rows = [self.rows_in(x) for x in (inputs.q, inputs.k, inputs.v, gate, inputs.beta)]
+        rows = (self.rows_in(x) for x in (inputs.q, inputs.k, inputs.v, gate, inputs.beta))
         arguments = (*rows, self.state_in(inputs.state))
         out_weight, state_weight = self.rows_in(inputs.out_weight), self.state_in(inputs.state_weight)
 
@@ -78,7 +78,8 @@ def load_ours(*, raw_gate: bool) -> Callable[[Case, Inputs], Operator]:
         def operator(q: Any, k: Any, v: Any, gate: Any, beta: Any, state: Any) -> tuple[jax.Array, jax.Array]:
             if raw_gate:
                 gate = kda_gate(gate, inputs.A_log, inputs.dt_bias, lower_bound=case.lower_bound)
-            return kda_prefill(q, k, v, gate, beta, state, gate_lower_bound=case.lower_bound)
+            out, state, *_ = kda_prefill(q, k, v, gate, beta, state, gate_lower_bound=case.lower_bound)
+            return out, state
 
         return operator
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
-
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import boundaries, decode, machine, report
 from benchmarks.contest import Log, Outcome, Settings, hold
@@ -44,15 +40,6 @@ def chosen(only: str | Sequence[str] | None) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     return tuple(name for name in SECTIONS if name in wanted)
-
-
-@contextmanager
-def progress(console: Console) -> Iterator[Log]:
-    """A line that says who is at work; cleared at the end."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("bench")
-        yield lambda text: bar.update(task, description=text)
 
 
 def merge(result: dict[str, Any], section: str, outcome: Outcome) -> None:
@@ -133,9 +120,9 @@ def main(
     """
     sections = chosen(only)
     settings = Settings.quickest() if quick else Settings()
-    console = Console()
+    console = report.console()
     size = {"size": 512, "read_mib": 64, "rounds": 3} if quick else {}
-    with progress(console) as log:
+    with report.progress(console) as log:
         log("the machine's own rates")
         rates = machine.measure(**size)
         measured = measure(sections, settings, heads=HEADS, peers=PEERS, log=log)

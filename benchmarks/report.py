@@ -1,14 +1,41 @@
-"""Tables of a benchmark's report, and the file that keeps it."""
+"""What a benchmark shows: who is at work, then tables of its report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 Record = Mapping[str, Any]
+
+
+def console() -> Console:
+    """The terminal; in a file or pipe, 120 columns."""
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=120)
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """A line that says who is at work, cleared at the end; in a file or pipe, each text once."""
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("")
+            yield lambda text: bar.update(task, description=text)
+        return
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            console.print(text, highlight=False, markup=False)
+
+    yield say
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -34,7 +61,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     """A table with its first column left, the rest right."""
     made = Table(title=title, title_justify="left", header_style="bold")
     for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index else "left")
+        made.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         made.add_row(*row)
     return made
@@ -102,8 +129,7 @@ def print_ops(console: Console, result: Record) -> None:
             for row in rows
         )
         console.print(table("Decode, 16 tokens a dispatch", columns, cells))
-    for name, why in result["absent"].items():
-        console.print(f"not here: {name}: {why}", highlight=False, markup=False)
+    print_absent(console, result)
     for refusal in result["refused"]:
         case = f"{refusal['gate']} T={refusal['T']} {refusal['pass']}"
         console.print(
@@ -111,3 +137,42 @@ def print_ops(console: Console, result: Record) -> None:
             highlight=False,
             markup=False,
         )
+
+
+def print_absent(console: Console, result: Record) -> None:
+    """Who is not installed, a line each."""
+    for name, why in result["absent"].items():
+        console.print(f"not here: {name}: {why}", highlight=False, markup=False)
+
+
+def print_model(console: Console, result: Record) -> None:
+    """Everything that `bench model` measured."""
+    print_machine(console, result["machine"])
+    rows = []
+    for row in result["results"]:
+        kind = "matmul" if row["act"] == "prefill" else "bandwidth"
+        rows.append(
+            (
+                f"{row['act']} {row['tokens']}, batch {row['batch']}",
+                row["impl"],
+                f"{number(row['tokens_per_s'])} / {number(row['tokens_per_s_median'])}",
+                number(row.get("speedup_of_ours", {}).get("median")),
+                f"{share(row[f'{kind}_share'])} of {kind}",
+            )
+        )
+    columns = ("", "", "tokens/s, best / median", "ours x, median", "reached")
+    console.print(table("41 M parameters, float32", columns, rows))
+    rows = [
+        (row["impl"], *(number(row[key], 4) for key in ("loaded", "above_weights", "again_above_weights")))
+        for row in result["memory"]
+    ]
+    tokens = result["settings"]["memory"]
+    columns = ("", "loaded, MiB", "peak above, first call", "second call")
+    console.print(table(f"Memory of a prefill of {tokens} tokens", columns, rows))
+    for row in result["llama_cpp_inferred"]:
+        case = f"{row['act']} {row['tokens']}, batch {row['batch']}"
+        ratio = number(row["ours_over_llama_cpp"])
+        console.print(f"inferred, not run: {case}: {ratio} x llama.cpp float32", highlight=False)
+    for name, error in result["logits_errors"].items():
+        console.print(f"logits of {name} within {error:.1e} of ours, relative", highlight=False)
+    print_absent(console, result)
