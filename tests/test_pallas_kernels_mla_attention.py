@@ -64,6 +64,14 @@ def test_cuts_keep_every_bit(cuts: list[int], capacities: list[int]) -> None:
         np.testing.assert_array_equal(part, whole[:, first:last])
 
 
+def test_a_cut_through_many_key_blocks_keeps_every_bit() -> None:
+    q, latents = inputs(1, 1100, 1100)
+    whole = attend(q, latents)
+    for first, last in [(0, 640), (640, 704), (704, 1100)]:
+        part = attend(q[:, first:last], latents[:, :last], start=np.array([first]))
+        np.testing.assert_array_equal(part, whole[:, first:last])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_a_batch_is_its_rows_to_the_bit(num_tokens: int) -> None:
     q, latents = inputs(4, num_tokens, 600)

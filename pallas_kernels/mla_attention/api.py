@@ -23,10 +23,11 @@ def mla_attention(
 ) -> jax.Array:
     """Causal attention of all heads over one latent row a token, in absorbed form; one token or many.
 
-    Query i of row b attends to the rows j <= start[b] + i; the values are the first `rank` channels of the rows.
-    Rows [0, start + lengths) hold latents, this call's own included; what lies behind them is never looked at, not
-    even NaN. Blocks of keys are counted from row 0 and gone through in order, so a query's bits depend neither on
-    T (from 2 up) nor on the capacity nor on other rows of the batch; with T = 1 they differ by rounding.
+    Query i of row b attends to the rows j <= start[b] + i; the values are the first `rank` channels of the
+    rows. Rows [0, start + lengths) hold latents, this call's own included; what lies behind them is never
+    looked at, not even NaN. Blocks of keys are counted from row 0 and gone through in order, so a query's bits
+    depend neither on T (from 2 up) nor on the capacity nor on other rows of the batch; at T = 1 rounding
+    differs.
 
     Args:
         q: [B, T, H, R+P] queries, already multiplied by the key up-projection.
@@ -34,9 +35,10 @@ def mla_attention(
         rank: R, the width of the values.
         start: [B] int32 rows written before this call; zeros when None.
         lengths: [B] int32 valid queries a row (the rest is padding and gives 0); all T when None.
-        page_table: [B, n] int32: row j of sequence b is row j % page_size of page page_table[b, j // page_size].
-            Entries behind the last written row must be pages of the pool, any.
-        scale: multiplies the scores. The default, (R+P)^-0.5, is that of the absorbed width, hardly ever a model's.
+        page_table: [B, n] int32: row j of sequence b is row j % page_size of page
+            page_table[b, j // page_size]. Entries behind the last written row must be pages of the pool, any.
+        scale: multiplies the scores. The default, (R+P)^-0.5, is that of the absorbed width, hardly ever a
+            model's.
         implementation: "reference", "xla" or None.
 
     Returns:

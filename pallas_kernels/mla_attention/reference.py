@@ -17,7 +17,7 @@ def attend(
     rank: int,
     scale: float,
 ) -> jax.Array:
-    """out[b, i, h] = sum_j softmax_j(scale q[b, i, h] . latents[b, j]) latents[b, j, :rank] over j <= start[b] + i.
+    """out[b,i,h] = sum_j softmax_j(scale q[b,i,h] . latents[b,j]) latents[b,j,:rank] over j <= start[b] + i.
 
     Args:
         q: [B, T, H, R+P] in the dtype to compute in.

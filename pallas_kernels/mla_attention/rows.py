@@ -24,14 +24,16 @@ class Rows(NamedTuple):
         """Rows that one sequence can have."""
         return self.data.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
 
-    def read(self, sequence: jax.Array, index: jax.Array, size: int, written: jax.Array) -> jax.Array:
-        """Returns rows index*size .. of a sequence, [size, C]; rows from `written` on are 0, whatever lies there."""
+    def read(self, sequence: jax.Array, index: jax.Array, size: int, written: jax.Array | None) -> jax.Array:
+        """Returns rows index*size .. of a sequence, [size, C].
+
+        Rows from `written` on are 0, whatever lies there; None promises that all of the block is written.
+        """
         first = index * size
-        rows = (
-            self._contiguous(sequence, first, size)
-            if self.page_table is None
-            else self._paged(sequence, first, size)
-        )
+        read = self._contiguous if self.page_table is None else self._paged
+        rows = read(sequence, first, size)
+        if written is None:
+            return rows
         live = first + jnp.arange(size, dtype=jnp.int32) < written
         return jnp.where(live[:, None], rows, 0)
 

@@ -28,24 +28,33 @@ def attend(
     rank: int,
     scale: float,
 ) -> jax.Array:
-    """See `mla_attention.reference.attend`; q and latents in any float dtype, the result in float32 (or wider)."""
+    """See `mla_attention.reference.attend`; q, latents of any float dtype, the result float32 (or wider)."""
     return _forward(q, latents, page_table, start, lengths, rank, scale)[0]
 
 
 def _block_of_queries(num_tokens: int, heads: int) -> tuple[int, int]:
-    """Returns how many blocks of how many queries cover a call."""
+    """Returns how many blocks of how many queries cover a call; a single token is not padded."""
+    if num_tokens == 1:
+        return 1, 1
     count = -(-num_tokens // max(1, QUERY_ROWS // heads))
     return count, max(-(-num_tokens // count), -(-MIN_ROWS // heads))
 
 
-def _key_blocks(first_query: jax.Array, size: int, start: jax.Array, length: jax.Array) -> jax.Array:
-    """Number of key blocks that some valid query of a block looks into; 0 when none is valid."""
-    seen = start + jnp.minimum(first_query + size, length)
-    return jnp.where(first_query < length, (seen + KEY_BLOCK - 1) // KEY_BLOCK, 0)
+def _over_keys(step, carry, first, size, start, length):
+    """Runs step(j, carry, masked) over the key blocks that queries first .. of a row look into, in order.
+
+    The blocks that every query sees in full come first, unmasked: a mask is a pass over all scores. A query block
+    without a valid query has no key blocks.
+    """
+    full = jnp.where(first < length, (start + first + 1) // KEY_BLOCK, 0)
+    seen = jnp.where(first < length, start + jnp.minimum(first + size, length), 0)
+    carry = jax.lax.fori_loop(0, full, functools.partial(step, masked=False), carry)
+    blocks = (seen + KEY_BLOCK - 1) // KEY_BLOCK
+    return jax.lax.fori_loop(full, blocks, functools.partial(step, masked=True), carry)
 
 
 def _forward(q, latents, page_table, start, lengths, rank, scale):
-    batch, num_tokens, heads, channels = q.shape
+    batch, num_tokens, heads, _ = q.shape
     rows, wide = Rows(latents, page_table), accumulator(q.dtype)
     count, size = _block_of_queries(num_tokens, heads)
     q = _padded(q, count * size)
@@ -56,10 +65,10 @@ def _forward(q, latents, page_table, start, lengths, rank, scale):
         queries = _read(q, b, first, size).astype(wide) * scale
         position = start[b] + first + query
 
-        def attend_keys(j, carry):
+        def attend_keys(j, carry, masked):
             top, total, mixed = carry
-            keys = rows.read(b, j, KEY_BLOCK, start[b] + lengths[b]).astype(wide)
-            scores = _scores(queries, keys, position, j)
+            keys = rows.read(b, j, KEY_BLOCK, start[b] + lengths[b] if masked else None).astype(wide)
+            scores = _scores(queries, keys, position if masked else None, j)
             new_top = jnp.maximum(top, scores.max(axis=1))
             weights = jnp.exp(scores - new_top[:, None])
             fade = jnp.exp(top - new_top)
@@ -69,8 +78,7 @@ def _forward(q, latents, page_table, start, lengths, rank, scale):
 
         zeros = jnp.zeros((size * heads, rank), wide)
         empty = jnp.full_like(zeros[:, 0], -jnp.inf), zeros[:, 0], zeros
-        blocks = _key_blocks(first, size, start[b], lengths[b])
-        top, total, mixed = jax.lax.fori_loop(0, blocks, attend_keys, empty)
+        top, total, mixed = _over_keys(attend_keys, empty, first, size, start[b], lengths[b])
         valid = first + query < lengths[b]
         out = jnp.where(valid[:, None], mixed / total[:, None], 0)
         # An infinite normaliser makes every weight of a padded query 0 in the backward pass.
@@ -82,10 +90,13 @@ def _forward(q, latents, page_table, start, lengths, rank, scale):
     return out[:, :num_tokens], logsum
 
 
-def _scores(queries: jax.Array, keys: jax.Array, position: jax.Array, block: jax.Array) -> jax.Array:
-    """Scores [rows, KEY_BLOCK]; -inf where the key is behind the query's position."""
+def _scores(queries: jax.Array, keys: jax.Array, position: jax.Array | None, block: jax.Array) -> jax.Array:
+    """Scores [rows, KEY_BLOCK]; given the queries' positions, -inf where a key is behind its query's."""
+    scores = contract("qc,kc->qk", queries, keys)
+    if position is None:
+        return scores
     row = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
-    return jnp.where(row <= position[:, None], contract("qc,kc->qk", queries, keys), -jnp.inf)
+    return jnp.where(row <= position[:, None], scores, -jnp.inf)
 
 
 def _padded(x: jax.Array, num_tokens: int) -> jax.Array:
@@ -124,10 +135,10 @@ def _attend_bwd(rank, scale, residuals, d_out):
         d_mixed, minus, norm = (_read(x, b, first, size) for x in (d_out, agreement, logsum))
         position = start[b] + first + query
 
-        def pull_keys(j, inner):
+        def pull_keys(j, inner, masked):
             d_queries, d_rows = inner
-            keys = rows.read(b, j, KEY_BLOCK, start[b] + lengths[b]).astype(wide)
-            weights = jnp.exp(_scores(queries, keys, position, j) - norm)
+            keys = rows.read(b, j, KEY_BLOCK, start[b] + lengths[b] if masked else None).astype(wide)
+            weights = jnp.exp(_scores(queries, keys, position if masked else None, j) - norm)
             d_scores = weights * (contract("qr,kr->qk", d_mixed, keys[:, :rank]) - minus)
             d_queries = d_queries + contract("qk,kc->qc", d_scores, keys)
             d_keys = contract("qk,qc->kc", d_scores, queries)
@@ -136,8 +147,8 @@ def _attend_bwd(rank, scale, residuals, d_out):
             old = jax.lax.dynamic_slice(d_rows, at, (1, *d_keys.shape))
             return d_queries, jax.lax.dynamic_update_slice(d_rows, old + d_keys, at)
 
-        blocks = _key_blocks(first, size, start[b], lengths[b])
-        d_queries, d_rows = jax.lax.fori_loop(0, blocks, pull_keys, (jnp.zeros_like(queries), d_rows))
+        carry = jnp.zeros_like(queries), d_rows
+        d_queries, d_rows = _over_keys(pull_keys, carry, first, size, start[b], lengths[b])
         return _write(d_q, d_queries * scale, b, first), d_rows
 
     d_q = jnp.zeros(padded_q.shape, wide)
