@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from kda_jax.weights.transforms import TRANSFORMS, fits, padding
 
 STORED_DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
 _CHECKED_AT_ONCE = 1 << 20
+_ALIGNMENT = 64  # bytes
 
 
 class Source(NamedTuple):
@@ -143,7 +145,7 @@ def _fill(
     shape: jax.ShapeDtypeStruct,
     nonfinite: list[str],
 ) -> jax.Array:
-    values = np.empty(shape.shape, shape.dtype)
+    values = _aligned(shape.shape, np.dtype(shape.dtype))
     by_name = {source.name: source for source in sources}
     for name, stored in files.read(by_name):
         _, tensor, which = by_name[name]
@@ -161,7 +163,15 @@ def _fill(
                 "beyond them are not zeros"
             )
         del stored
-    return jax.block_until_ready(jnp.asarray(values))
+    return jax.block_until_ready(jax.device_put(values))
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array without values at an address from which XLA's CPU client takes it over without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _finite(values: np.ndarray) -> bool:

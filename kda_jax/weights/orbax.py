@@ -16,12 +16,10 @@ from kda_jax.weights.atomic import new_folder
 from kda_jax.weights.errors import WeightsError
 from kda_jax.weights.skeleton import assemble, parameters, shapes
 from kda_jax.weights.statefile import (
-    FORMAT,
-    VERSION,
     check_format,
     check_layout,
-    config_digest,
     config_of,
+    describe,
     leaves,
     state_from_leaves,
 )
@@ -75,14 +73,7 @@ def save_state_orbax(
     Raises:
         ValueError: if the folder holds something already.
     """
-    digest = None if model_or_config is None else config_digest(model_or_config)
-    _save(
-        path,
-        "state",
-        _nested(leaves(state)),
-        "about",
-        {"format": FORMAT, "version": VERSION, "config": digest},
-    )
+    _save(path, "state", _nested(leaves(state)), "about", describe(state, model_or_config))
 
 
 def load_state_orbax(path: str | Path, model_or_config: Model | ModelConfig | None = None) -> ModelState:

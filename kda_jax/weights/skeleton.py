@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from kda_jax.model import Model
 
 def parameters(model: Model) -> dict[str, jax.Array]:
     """The parameters of a model by path, as `layers.0.attn.in_proj.kernel`."""
-    return {_dotted(key): param.get_value() for key, param in nnx.to_flat_state(nnx.state(model))}
+    return _by_path(model)
 
 
 def assemble(
@@ -41,7 +42,11 @@ def assemble(
 
 def shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and dtype of every parameter of a model that is not built."""
-    return parameters(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    return _by_path(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0), dtype=dtype)))
+
+
+def _by_path(model: Model) -> dict[str, Any]:
+    return {_dotted(key): param.get_value() for key, param in nnx.to_flat_state(nnx.state(model))}
 
 
 def _dotted(key: tuple[str | int, ...]) -> str:

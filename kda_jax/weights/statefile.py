@@ -23,6 +23,7 @@ from kda_jax.weights.errors import WeightsError
 from kda_jax.weights.files import opened_file
 
 FORMAT, VERSION = "kda-jax state", 1
+_KEY = "kda-jax"
 # what may differ between two configs whose states mean the same
 _NO_ARITHMETIC = ("bos_token_id", "eos_token_id", "pad_token_id", "model_max_length")
 
@@ -43,14 +44,11 @@ def save_state(
             other arithmetic but the same shapes.
     """
     arrays = leaves(state)
-    metadata = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "position": json.dumps(np.asarray(state.position).tolist()),
-        "config": "" if model_or_config is None else config_digest(model_or_config),
-    }
+    about = json.dumps(describe(state, model_or_config))
     with new_file(path) as written:
-        save_file(arrays, written, metadata=metadata)
+        save_file(
+            arrays, written, metadata={_KEY: about}
+        )  # one entry, since the library writes several in any order
 
 
 def load_state(path: str | Path, model_or_config: Model | ModelConfig | None = None) -> ModelState:
@@ -65,7 +63,7 @@ def load_state(path: str | Path, model_or_config: Model | ModelConfig | None = N
     """
     path = Path(path)
     with opened_file(path) as tensors:
-        check_format(tensors.metadata() or {}, model_or_config, str(path))
+        check_format(json.loads((tensors.metadata() or {}).get(_KEY, "{}")), model_or_config, str(path))
         arrays = {name: tensors.get_tensor(name) for name in tensors.keys()}
     state = state_from_leaves(arrays, str(path))
     if model_or_config is not None:
@@ -73,24 +71,27 @@ def load_state(path: str | Path, model_or_config: Model | ModelConfig | None = N
     return state
 
 
-def check_format(
-    metadata: Mapping[str, Any], model_or_config: Model | ModelConfig | None, where: str
-) -> None:
-    """Checks what a saved state says about itself.
+def describe(state: ModelState, model_or_config: Model | ModelConfig | None) -> dict[str, Any]:
+    """What a saved state says about itself: format, version, tokens of each row, and the config's digest."""
+    digest = None if model_or_config is None else config_digest(model_or_config)
+    position = np.asarray(state.position).tolist()
+    return {"format": FORMAT, "version": VERSION, "position": position, "config": digest}
+
+
+def check_format(about: Mapping[str, Any], model_or_config: Model | ModelConfig | None, where: str) -> None:
+    """Checks what `describe` wrote.
 
     Raises:
         WeightsError: if it is no state, one of another version, or one of a model with another config.
     """
-    if metadata.get("format") != FORMAT:
+    if about.get("format") != FORMAT:
+        raise WeightsError(f"{where} holds no state: its format is {about.get('format')!r}, not {FORMAT!r}")
+    if about.get("version") != VERSION:
         raise WeightsError(
-            f"{where} holds no state: its format is {metadata.get('format')!r}, not {FORMAT!r}"
-        )
-    if str(metadata.get("version")) != str(VERSION):
-        raise WeightsError(
-            f"{where} has version {metadata.get('version')} of the format and this reads {VERSION}; use the "
+            f"{where} has version {about.get('version')} of the format and this reads {VERSION}; use the "
             "version of kda-jax that wrote it"
         )
-    digest = metadata.get("config")
+    digest = about.get("config")
     if digest and model_or_config is not None and digest != config_digest(model_or_config):
         raise WeightsError(f"{where} is a state of another model: its config has the digest {digest[:12]}")
 
