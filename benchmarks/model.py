@@ -198,6 +198,8 @@ def run(
     from kda_jax.weights import save
 
     console = report.console()
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
     absent: dict[str, str] = {}
     with report.progress(console) as log, tempfile.TemporaryDirectory() as folder, quiet():
         log("the machine's own rates")

@@ -121,6 +121,8 @@ def main(
     sections = chosen(only)
     settings = Settings.quickest() if quick else Settings()
     console = report.console()
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
     size = {"size": 512, "read_mib": 64, "rounds": 3} if quick else {}
     with report.progress(console) as log:
         log("the machine's own rates")
