@@ -76,7 +76,9 @@ def kda_prefill(
     if state is None:
         state = jnp.zeros(shape, jnp.float32)
     elif state.shape != shape:
-        raise ValueError(f"state must be [{'N' if cu_seqlens is not None else 'B'}, HV, K, V] = {shape}, got {state.shape}")
+        raise ValueError(
+            f"state must be [{'N' if cu_seqlens is not None else 'B'}, HV, K, V] = {shape}, got {state.shape}"
+        )
     elif state.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"the state is kept in float32, got {state.dtype}; cast it, knowing what was lost")
     if chunk_size not in (None, 16, 32, 64):
@@ -121,8 +123,12 @@ def kda_step(
     """
     batch, _, value_heads, values, repeats = _check_sequence(*(x[:, None] for x in (q, k, v, g, beta)))
     if state.shape != (batch, value_heads, q.shape[-1], values):
-        raise ValueError(f"state must be [B, HV, K, V] = {(batch, value_heads, q.shape[-1], values)}, got {state.shape}")
-    run = choose("kda_step", implementation, {"xla": Backend(xla.step), "reference": Backend(reference.update)})
+        raise ValueError(
+            f"state must be [B, HV, K, V] = {(batch, value_heads, q.shape[-1], values)}, got {state.shape}"
+        )
+    run = choose(
+        "kda_step", implementation, {"xla": Backend(xla.step), "reference": Backend(reference.update)}
+    )
     q, k = _ready_queries_keys(q, k, scale, qk_l2norm, repeats)
     work = state.dtype
     out, new = run(*(x.astype(work) for x in (q, k, v, g, beta)), state)
@@ -144,7 +150,9 @@ def _check_sequence(q, k, v, g, beta) -> tuple[int, int, int, int, int]:
     if beta.shape != (batch, tokens, value_heads):
         raise ValueError(f"beta must be [B, T, HV] = {(batch, tokens, value_heads)}, got {beta.shape}")
     if g.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"g is a log decay in float32, got {g.dtype}; compute the gate in float32 (kda_gate does)")
+        raise ValueError(
+            f"g is a log decay in float32, got {g.dtype}; compute the gate in float32 (kda_gate does)"
+        )
     return batch, tokens, value_heads, v.shape[3], value_heads // heads
 
 
@@ -159,7 +167,9 @@ def _pack(batch, tokens, cu_seqlens, start, lengths, boundaries) -> Pack | None:
     """Lays sequences on the flat token axis [B * T]; None when rows are whole and start on the chunk grid."""
     if cu_seqlens is not None:
         if batch != 1 or lengths is not None:
-            raise ValueError(f"cu_seqlens packs sequences in a batch of one without lengths, got B={batch}, {lengths=}")
+            raise ValueError(
+                f"cu_seqlens packs sequences in a batch of one without lengths, got B={batch}, {lengths=}"
+            )
         cu = jnp.asarray(cu_seqlens, jnp.int32)
         if cu.ndim != 1 or cu.shape[0] < 2:
             raise ValueError(f"cu_seqlens must be [N + 1] with N >= 1, got shape {cu.shape}")

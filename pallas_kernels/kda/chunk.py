@@ -13,16 +13,20 @@ cancels, and what underflows is smaller than the rounding of what it would be ad
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-BLOCK = 16
-"""Rows whose inverse is found by substitution; larger blocks are merged by products."""
+BOUNDED_ROWS = 16
+"""Rows whose mutual decays may be divided, not multiplied, when no g is below -5: exp(16 * 5) is in range."""
 
 SHIFT = 40.0
-"""In the bounded form exp(-sum g) <= e^80 over BLOCK rows; both factors are moved by e^40 to stay in range."""
+"""Half of that exponent: both factors of a quotient are moved by it, so that neither leaves float32."""
+
+TINY = 8
+"""Products of fewer rows are written as sums: a call into a matrix library costs more than they do."""
 
 
 class Chunk(NamedTuple):
@@ -38,113 +42,89 @@ class Chunk(NamedTuple):
 
 def product(x: jax.Array, y: jax.Array) -> jax.Array:
     """x @ y over the last two axes, in full float32 everywhere."""
+    if x.shape[-2] < TINY:
+        return jnp.sum(x[..., :, :, None] * y[..., None, :, :], axis=-2)
     return jnp.matmul(x, y, precision="highest")
 
 
 def product_t(x: jax.Array, y: jax.Array) -> jax.Array:
     """x @ y^T over the last two axes."""
-    return product(x, jnp.swapaxes(y, -1, -2))
+    if x.shape[-2] < TINY:
+        return jnp.sum(x[..., :, None, :] * y[..., None, :, :], axis=-1)
+    return jnp.matmul(x, jnp.swapaxes(y, -1, -2), precision="highest")
 
 
 def chunk_matrices(q: jax.Array, k: jax.Array, g: jax.Array, bounded: bool) -> Chunk:
-    """Builds a chunk's matrices from q (scaled), k and g, each [..., L, K] with L a multiple of 16."""
+    """Builds a chunk's matrices from q (scaled), k and g, each [..., L, K] with L a power of two from 16.
+
+    Blocks of one row (of 16 rows when `bounded`) become one chunk by joining neighbours: the later block's rows meet
+    the earlier block's across the border between them, each decayed to that border and no further.
+    """
     *lead, length, channels = q.shape
-    size = BLOCK if bounded else 4
-    blocks = (*lead, length // size, size, channels)
-    q, k = q.reshape(blocks), k.reshape(blocks)
+    size = BOUNDED_ROWS if bounded else 1
+    q, k, g = (x.reshape(*lead, length // size, size, channels) for x in (q, k, g))
+    aqk = jnp.eye(size, dtype=q.dtype) * jnp.sum(q * k, axis=-1)[..., None]
     if bounded:
-        sums = jnp.einsum("rc,...cd->...rd", jnp.tril(jnp.ones((size, size), jnp.float32)), g.reshape(blocks), precision="highest")
+        sums = jnp.einsum(
+            "rc,...cd->...rd", jnp.tril(jnp.ones((size, size), g.dtype)), g, precision="highest"
+        )
         head = jnp.exp(sums)
-        inverse = 1.0 / head
-        tail = head[..., -1:, :] * inverse
-        left, right = k * (inverse * jnp.exp(-SHIFT)), head * jnp.exp(SHIFT)
-        akk = product_t(k * right, left)
-        aqk = product_t(q * right, left)
-        akk, aqk = _strictly_lower(akk), _strictly_lower(aqk) + _diagonal(q, k)
+        back = jnp.exp(-sums)  # 1 / head would square an underflowing number in the gradient
+        tail = head[..., -1:, :] * back
+        forth, back = head * math.exp(SHIFT), k * (back * math.exp(-SHIFT))
+        below = jnp.tril(jnp.ones((size, size), bool), -1)
+        akk = jnp.where(below, product_t(k * forth, back), 0.0)
+        aqk = aqk + jnp.where(below, product_t(q * forth, back), 0.0)
+        kw, qe, ke, total = k * head, q * head, k * tail, head[..., -1, :]
     else:
-        head, tail, akk, aqk = _four(q, k, jnp.exp(g.reshape(blocks)))
-    total = head[..., -1, :]  # [..., blocks, K]
-    kw, qe, ke = k * head, q * head, k * tail
+        decay = jnp.exp(g)
+        kw, qe, ke, total, akk = k * decay, q * decay, k, decay[..., 0, :], jnp.zeros_like(aqk)
     while size < length:
-        # Pairs of blocks become one: the later rows meet the earlier ones across the border between them.
-        pair = lambda x: x.reshape(*lead, x.shape[len(lead)] // 2, 2, *x.shape[len(lead) + 1 :])  # noqa: E731
-        kw, qe, ke, total, akk, aqk = map(pair, (kw, qe, ke, total, akk, aqk))
-        a, b = (..., 0, slice(None), slice(None)), (..., 1, slice(None), slice(None))
-        first, last = total[..., 0, None, :], total[..., 1, None, :]
-        akk = _join(akk[a], product_t(kw[b], ke[a]), akk[b])
-        aqk = _join(aqk[a], product_t(qe[b], ke[a]), aqk[b])
-        kw = jnp.concatenate([kw[a], kw[b] * first], axis=-2)
-        qe = jnp.concatenate([qe[a], qe[b] * first], axis=-2)
-        ke = jnp.concatenate([ke[a] * last, ke[b]], axis=-2)
-        total = total[..., 0, :] * total[..., 1, :]
+        (kw0, kw1), (qe0, qe1), (ke0, ke1) = (_neighbours(x, 3) for x in (kw, qe, ke))
+        (akk0, akk1), (aqk0, aqk1), (total0, total1) = (
+            _neighbours(akk, 3),
+            _neighbours(aqk, 3),
+            _neighbours(total, 2),
+        )
+        akk = _join(akk0, product_t(kw1, ke0), akk1)
+        aqk = _join(aqk0, product_t(qe1, ke0), aqk1)
+        kw = jnp.concatenate([kw0, kw1 * total0[..., None, :]], axis=-2)
+        qe = jnp.concatenate([qe0, qe1 * total0[..., None, :]], axis=-2)
+        ke = jnp.concatenate([ke0 * total1[..., None, :], ke1], axis=-2)
+        total = total0 * total1
         size *= 2
-    squeeze = lambda x: jnp.squeeze(x, len(lead))  # noqa: E731
-    return Chunk(*map(squeeze, (kw, qe, ke, total, akk, aqk)))
-
-
-def _four(q, k, e):
-    """Blocks of four rows by the definition: each pair's decay is a product of at most three factors."""
-    e0, e1, e2, e3 = (e[..., i, :] for i in range(4))
-    e01, e12, e23 = e0 * e1, e1 * e2, e2 * e3
-    one = jnp.ones_like(e0)
-    head = jnp.stack([e0, e01, e01 * e2, e01 * e23], axis=-2)
-    tail = jnp.stack([e1 * e23, e23, e3, one], axis=-2)
-    between = {(1, 0): e1, (2, 1): e2, (3, 2): e3, (2, 0): e12, (3, 1): e23, (3, 0): e1 * e23}
-
-    def pairs(x, diagonal):
-        zero = jnp.zeros(x.shape[:-2], x.dtype)
-        rows = [
-            [
-                jnp.sum(x[..., r, :] * k[..., c, :] * between[r, c], axis=-1)
-                if r > c
-                else (jnp.sum(x[..., r, :] * k[..., r, :], axis=-1) if r == c and diagonal else zero)
-                for c in range(4)
-            ]
-            for r in range(4)
-        ]
-        return jnp.stack([jnp.stack(row, axis=-1) for row in rows], axis=-2)
-
-    return head, tail, pairs(k, False), pairs(q, True)
-
-
-def _join(upper, corner, lower):
-    """[[upper, 0], [corner, lower]] of square blocks."""
-    return jnp.concatenate(
-        [
-            jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1),
-            jnp.concatenate([corner, lower], axis=-1),
-        ],
-        axis=-2,
+    return Chunk(
+        kw[..., 0, :, :],
+        qe[..., 0, :, :],
+        ke[..., 0, :, :],
+        total[..., 0, :],
+        akk[..., 0, :, :],
+        aqk[..., 0, :, :],
     )
 
 
-def _strictly_lower(x):
-    size = x.shape[-1]
-    return jnp.where(jnp.tril(jnp.ones((size, size), bool), -1), x, 0.0)
-
-
-def _diagonal(q, k):
-    size = q.shape[-2]
-    return jnp.eye(size, dtype=q.dtype) * jnp.sum(q * k, axis=-1)[..., None]
-
-
 def unit_lower_inverse(a: jax.Array) -> jax.Array:
-    """(I + a)^-1 for strictly lower a [..., L, L]: substitution in blocks of 16 rows, products to merge them."""
+    """(I + a)^-1 for strictly lower a [..., L, L], L a power of two: forward substitution by ever larger blocks."""
     *lead, length, _ = a.shape
-    count = length // BLOCK
-    grid = a.reshape(*lead, count, BLOCK, count, BLOCK)
-    own = jnp.stack([grid[..., i, :, i, :] for i in range(count)], axis=len(lead))
-    rows = [jnp.broadcast_to(jnp.eye(BLOCK, dtype=a.dtype)[0], (*own.shape[:-2], BLOCK))]
-    for i in range(1, BLOCK):
-        known = jnp.stack(rows, axis=-2)
-        rows.append(jnp.eye(BLOCK, dtype=a.dtype)[i] - jnp.sum(own[..., i, :i, None] * known, axis=-2))
-    inverse, size = jnp.stack(rows, axis=-2), BLOCK
+    inverse, size = jnp.ones((*lead, length, 1, 1), a.dtype), 1
     while size < length:
         pairs = length // (2 * size)
-        grid = a.reshape(*lead, pairs, 2, size, pairs, 2, size)
-        corner = jnp.stack([grid[..., i, 1, :, i, 0, :] for i in range(pairs)], axis=len(lead))
-        both = inverse.reshape(*lead, pairs, 2, size, size)
-        early, late = both[..., 0, :, :], both[..., 1, :, :]
+        grid = a.reshape(*lead, pairs, 2, size, pairs, 2, size)[..., :, 1, :, :, 0, :]
+        corner = jnp.moveaxis(jnp.diagonal(grid, axis1=-4, axis2=-2), -1, -3)
+        early, late = _neighbours(inverse, 3)
         inverse = _join(early, -product(product(late, corner), early), late)
         size *= 2
     return inverse[..., 0, :, :]
+
+
+def _neighbours(x: jax.Array, axes: int) -> tuple[jax.Array, jax.Array]:
+    """Splits the block axis, `axes` from the end, into even and odd blocks."""
+    block = x.ndim - axes
+    x = x.reshape(*x.shape[:block], x.shape[block] // 2, 2, *x.shape[block + 1 :])
+    return x[(slice(None),) * (block + 1) + (0,)], x[(slice(None),) * (block + 1) + (1,)]
+
+
+def _join(upper: jax.Array, corner: jax.Array, lower: jax.Array) -> jax.Array:
+    """[[upper, 0], [corner, lower]] of square blocks."""
+    above = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
+    return jnp.concatenate([above, jnp.concatenate([corner, lower], axis=-1)], axis=-2)

@@ -107,24 +107,22 @@ def _extent(row: Row, chunk: jax.Array, form: Form) -> tuple[jax.Array, jax.Arra
 
 def _load(inputs: Inputs, row: Row | None, group: jax.Array, form: Form) -> Inputs:
     """The inputs of one group of chunks, [group, B, H, L, ...]; rows of no token are zeros, which change nothing."""
-    if row is None:
-        at = group * (form.group * form.chunk)
-        parts = [_slice(x, at, form.group * form.chunk) for x in inputs]
-        parts = [x.reshape(x.shape[0], form.group, form.chunk, *x.shape[2:]) for x in parts]
-        loaded = Inputs(*(jnp.moveaxis(x, (1, 3), (0, 2)) for x in parts))
-    else:
-        chunks = []
-        for p in range(form.group):
-            begin, end = _extent(row, group * form.group + p, form)
-            live = jnp.arange(form.chunk) < end - begin
-
-            def read(x, begin=begin, live=live):
-                x = jnp.moveaxis(_slice(x, row.first + begin, form.chunk), 2, 1)  # [B, H, L, ...]
-                return jnp.where(live.reshape(-1, *[1] * (x.ndim - 3)), x, 0.0)
-
-            chunks.append([read(x) for x in inputs])
-        loaded = Inputs(*(jnp.stack(x) for x in zip(*chunks, strict=True)))
+    loaded = Inputs(*(_read(x, row, group, form) for x in inputs))
     return loaded._replace(g=jnp.maximum(loaded.g, MIN_LOG_DECAY))
+
+
+def _read(x: jax.Array, row: Row | None, group: jax.Array, form: Form) -> jax.Array:
+    if row is None:
+        block = _slice(x, group * (form.group * form.chunk), form.group * form.chunk)
+        block = block.reshape(x.shape[0], form.group, form.chunk, *x.shape[2:])
+        return jnp.moveaxis(block, (1, 3), (0, 2))
+    chunks = []
+    for p in range(form.group):
+        begin, end = _extent(row, group * form.group + p, form)
+        chunk = jnp.moveaxis(_slice(x, row.first + begin, form.chunk), 2, 1)  # [B, H, L, ...]
+        live = (jnp.arange(form.chunk) < end - begin).reshape(-1, *[1] * (x.ndim - 3))
+        chunks.append(jnp.where(live, chunk, 0.0))
+    return jnp.stack(chunks)
 
 
 def _slice(x: jax.Array, at: jax.Array, length: int) -> jax.Array:
@@ -151,7 +149,11 @@ def _pad(inputs: Inputs, pack: Pack | None, form: Form) -> Inputs:
     """Room for the last chunk to be read whole."""
     tokens = inputs.q.shape[1]
     extra = form.chunk if pack is not None else -tokens % (form.chunk * form.group)
-    return Inputs(*(jnp.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)) for x in inputs)) if extra else inputs
+    return (
+        Inputs(*(jnp.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)) for x in inputs))
+        if extra
+        else inputs
+    )
 
 
 # ---- forward ------------------------------------------------------------------------------------------------------
@@ -170,21 +172,18 @@ def _next_state(chunk: Chunk, u: jax.Array, state: jax.Array) -> jax.Array:
     return chunk.decay[..., None] * state + product(jnp.swapaxes(chunk.ke, -1, -2), u)
 
 
-def _matrices(x: Inputs, form: Form) -> tuple[Chunk, jax.Array]:
-    chunk = chunk_matrices(x.q, x.k, x.g, form.bounded)
-    return chunk, unit_lower_inverse(x.beta[..., None] * chunk.akk)
-
-
 def _run_group(form: Form, inputs: Inputs, row: Row | None, group, state, out):
     """Advances the state over one group; returns it with the output buffer, the inputs read and every u."""
     x = _load(inputs, row, group, form)
-    chunk, inverse = _matrices(x, form)
-    outs, us = [], []
-    for p in range(form.group):
-        o, u, state = _advance(Chunk(*(m[p] for m in chunk)), inverse[p], x.v[p], x.beta[p], state)
-        outs.append(o)
-        us.append(u)
-    return state, _store(out, jnp.stack(outs), row, group, form), x, us
+    chunk = chunk_matrices(x.q, x.k, x.g, form.bounded)
+    inverse = unit_lower_inverse(x.beta[..., None] * chunk.akk)
+
+    def advance(state, xs):
+        out, u, state = _advance(*xs, state)
+        return state, (out, u)
+
+    state, (outs, us) = jax.lax.scan(advance, state, (chunk, inverse, x.v, x.beta))
+    return state, _store(out, outs, row, group, form), x, us
 
 
 def _over_sequences(pack: Pack, states: jax.Array, run, carry):
@@ -240,12 +239,16 @@ def _forward(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | None, b
                 begin, end = _extent(row, i * form.group + p, form)
 
                 def due(c, end=end):
-                    return (c[1] < sorted_at.shape[1]) & (sorted_at[n, jnp.minimum(c[1], sorted_at.shape[1] - 1)] <= end)
+                    return (c[1] < sorted_at.shape[1]) & (
+                        sorted_at[n, jnp.minimum(c[1], sorted_at.shape[1] - 1)] <= end
+                    )
 
                 def snapshot(c, p=p, begin=begin, state=state):
                     at, seen = c
                     here = _state_inside(form, x, us[p], p, sorted_at[n, seen] - begin, state)
-                    return jax.lax.dynamic_update_slice(at, here[:, None], (n, order[n, seen], 0, 0, 0)), seen + 1
+                    return jax.lax.dynamic_update_slice(
+                        at, here[:, None], (n, order[n, seen], 0, 0, 0)
+                    ), seen + 1
 
                 at, seen = jax.lax.while_loop(due, snapshot, (at, seen))
                 if p + 1 < form.group:
@@ -259,7 +262,9 @@ def _forward(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | None, b
     return out[:, :tokens], final, at
 
 
-def _state_inside(form: Form, x: Inputs, u: jax.Array, p: int, rows: jax.Array, state: jax.Array) -> jax.Array:
+def _state_inside(
+    form: Form, x: Inputs, u: jax.Array, p: int, rows: jax.Array, state: jax.Array
+) -> jax.Array:
     """The state after the first `rows` tokens of a chunk: the same bits as a call that ends there."""
     live = (jnp.arange(form.chunk) < rows)[:, None]
     k, g, u = (jnp.where(live, y, 0.0) for y in (x.k[p], x.g[p], u))
@@ -272,7 +277,9 @@ def _chunked_at(form: Form, inputs: Inputs, states: jax.Array, pack: Pack, bound
 
 
 def _chunked_at_fwd(form, inputs, states, pack, boundaries):
-    raise NotImplementedError("kda_prefill: no gradients with boundaries; cut the call at the boundary instead")
+    raise NotImplementedError(
+        "kda_prefill: no gradients with boundaries; cut the call at the boundary instead"
+    )
 
 
 _chunked_at.defvjp(_chunked_at_fwd, lambda *_: None)
@@ -363,31 +370,31 @@ def _chunked_bwd(form: Form, residuals, cotangents):
 def _group_gradient(form: Form, inputs: Inputs, dout, row, group, state, dstate):
     """Pulls the cotangents of a group's output and final state back to its inputs and first state."""
     x = _load(inputs, row, group, form)
-    do = _load_one(dout, row, group, form)
+    do = _read(dout, row, group, form)
     chunk, matrices_vjp = jax.vjp(lambda q, k, g: chunk_matrices(q, k, g, form.bounded), x.q, x.k, x.g)
     inverse = unit_lower_inverse(x.beta[..., None] * chunk.akk)
     length = form.chunk
 
-    befores, errors, us = [], [], []
-    for p in range(form.group):
-        c = Chunk(*(m[p] for m in chunk))
-        befores.append(state)
-        errors.append(x.v[p] - product(c.kw, state))
-        us.append(product(inverse[p], x.beta[p][..., None] * errors[p]))
-        state = _next_state(c, us[p], state)
+    def advance(state, xs):
+        chunk, inverse, v, beta = xs
+        error = v - product(chunk.kw, state)
+        u = product(inverse, beta[..., None] * error)
+        return _next_state(chunk, u, state), (state, error, u)
 
-    afters, dwrites = [dstate] * form.group, [dstate] * form.group
+    _, (before, error, u) = jax.lax.scan(advance, state, (chunk, inverse, x.v, x.beta))
+
+    def retreat(dstate, xs):
+        chunk, inverse, beta, do, from_out = xs
+        du = from_out + product(chunk.ke, dstate)
+        dwrite = product(jnp.swapaxes(inverse, -1, -2), du)  # of beta * error
+        reads = jnp.swapaxes(jnp.concatenate([chunk.qe, -chunk.kw], axis=-2), -1, -2)
+        dreads = jnp.concatenate([do, beta[..., None] * dwrite], axis=-2)
+        return chunk.decay[..., None] * dstate + product(reads, dreads), (dstate, dwrite)
+
     from_out = product(jnp.swapaxes(chunk.aqk, -1, -2), do)
-    for p in reversed(range(form.group)):
-        afters[p] = dstate
-        c = Chunk(*(m[p] for m in chunk))
-        du = from_out[p] + product(c.ke, dstate)
-        dwrites[p] = product(jnp.swapaxes(inverse[p], -1, -2), du)  # of beta * error
-        derror = x.beta[p][..., None] * dwrites[p]
-        reads = jnp.swapaxes(jnp.concatenate([c.qe, -c.kw], axis=-2), -1, -2)
-        dstate = c.decay[..., None] * dstate + product(reads, jnp.concatenate([do[p], derror], axis=-2))
-
-    before, after, error, u, dwrite = map(jnp.stack, (befores, afters, errors, us, dwrites))
+    dstate, (after, dwrite) = jax.lax.scan(
+        retreat, dstate, (chunk, inverse, x.beta, do, from_out), reverse=True
+    )
     dv = x.beta[..., None] * dwrite
     dreads = product_t(jnp.concatenate([do, -dv], axis=-2), before)
     da = -product_t(dwrite, u)
@@ -406,11 +413,6 @@ def _group_gradient(form: Form, inputs: Inputs, dout, row, group, state, dstate)
 
 def _lower(x: jax.Array, diagonal: int) -> jax.Array:
     return jnp.where(jnp.tril(jnp.ones(x.shape[-2:], bool), diagonal), x, 0.0)
-
-
-def _load_one(x: jax.Array, row: Row | None, group: jax.Array, form: Form) -> jax.Array:
-    empty = x[:, :, :0, :0]
-    return _load(Inputs(empty, empty, x, empty, empty[..., 0]), row, group, form).v
 
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
