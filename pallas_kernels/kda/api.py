@@ -205,7 +205,7 @@ def _boundaries(boundaries: Counts, sequences: int, tokens: int) -> jax.Array:
 def _ready_queries_keys(q, k, scale, qk_l2norm, repeats) -> tuple[jax.Array, jax.Array]:
     if qk_l2norm:
         q, k = l2_normalize(q), l2_normalize(k)
-    work = jnp.promote_types(q.dtype, jnp.float32)
+    work = q.dtype if q.dtype == jnp.float64 else jnp.float32
     q = q.astype(work) * (q.shape[-1] ** -0.5 if scale is None else scale)
     k = k.astype(work)
     if repeats > 1:
