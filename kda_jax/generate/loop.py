@@ -103,8 +103,8 @@ def decode_tokens(
     end = int(np.asarray(state.position).max()) + num_tokens
     if state.capacity is not None and state.capacity < end:
         state = grow(state, bucket(end))
-    # The first dispatch may not write into the caller's state: it works on a copy.
-    now = Decoding(jnp.asarray(token, jnp.int32), jax.tree.map(jnp.copy, state), None)
+    # The first dispatch may not give up the caller's token and state: it works on copies.
+    now = Decoding(jnp.array(token, jnp.int32), jax.tree.map(jnp.copy, state), None)
     stops = np.full((1,), -1, np.int32)
     pieces = []
     while num_tokens > 0:
