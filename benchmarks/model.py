@@ -37,7 +37,8 @@ NOTES = {
     "matmul_share": "operations by formula over time, as a share of the machine's rate in this run",
     "bandwidth_share": "bytes a step must move over time, a share of the machine's reading rate in this run",
     "memory": "MiB; each in a process of its own: the peak of resident memory during the call minus what was "
-    "resident after imports and loading; above_weights has compiling in it, again_above_weights has not",
+    "resident after imports and loading (above_weights: the first call, which compiles; again_above_weights: "
+    "the second) or just before the call (again_above_before)",
     "llama_cpp_inferred": "not run here: our ratio to transformers (medians) over llama.cpp's ratio to it, "
     "which was measured in an earlier run on 2 cores",
 }

@@ -4,6 +4,8 @@ Prints one line of JSON, in MiB:
     imported: resident after the imports; loaded: resident after loading the weights.
     first: the peak during the first prefill (whatever compiles, compiles in it); again: during the second.
     above_weights, again_above_weights: those two minus `loaded` (interpreter, libraries and weights).
+    again_above_before: `again` minus what was resident just before that call, so that what compiling left
+        behind is out as well.
 """
 
 from __future__ import annotations
@@ -56,8 +58,10 @@ def measure(impl: str, checkpoint: Path, num_tokens: int, vocab_size: int) -> di
     figures["peak_was_reset"] = reset_peak()
     figures["loaded"] = resident_mib()
     for act in ("first", "again"):
+        before = resident_mib()
         contestant.prefill(tokens)
         figures[act] = resident_mib("VmHWM")
+        figures[f"{act}_above_before"] = figures[act] - before
         reset_peak()
     figures["above_weights"] = figures["first"] - figures["loaded"]
     figures["again_above_weights"] = figures["again"] - figures["loaded"]

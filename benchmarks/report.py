@@ -161,13 +161,11 @@ def print_model(console: Console, result: Record) -> None:
             )
         )
     columns = ("", "", "tokens/s, best / median", "ours x, median", "reached")
-    console.print(table("41 M parameters, float32", columns, rows))
-    rows = [
-        (row["impl"], *(number(row[key], 4) for key in ("loaded", "above_weights", "again_above_weights")))
-        for row in result["memory"]
-    ]
+    console.print(table("The model, float32", columns, rows))
+    keys = ("loaded", "above_weights", "again_above_weights", "again_above_before")
+    rows = [(row["impl"], *(f"{row[key]:.0f}" for key in keys)) for row in result["memory"]]
     tokens = result["settings"]["memory"]
-    columns = ("", "loaded, MiB", "peak above, first call", "second call")
+    columns = ("", "loaded, MiB", "first call's peak above", "second's above", "above what was before it")
     console.print(table(f"Memory of a prefill of {tokens} tokens", columns, rows))
     for row in result["llama_cpp_inferred"]:
         case = f"{row['act']} {row['tokens']}, batch {row['batch']}"
