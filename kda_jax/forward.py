@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from kda_jax.config import ModelConfig
 from kda_jax.model import Model
 from kda_jax.state import KDAState, ModelState, empty, grow
 
-SplitModel: TypeAlias = tuple[nnx.GraphDef[Model], nnx.State]
+Params: TypeAlias = Any  # an nnx.State: a pytree of arrays
+SplitModel: TypeAlias = tuple[nnx.GraphDef[Model], Params]
 
 
 def split(model: Model) -> SplitModel:
@@ -137,10 +138,9 @@ def step(model: Model, tokens: jax.Array, state: ModelState) -> tuple[jax.Array,
     return logits[:, 0], state
 
 
-def dtype_of(params: nnx.State) -> jnp.dtype:
+def dtype_of(params: Params) -> jnp.dtype:
     """The dtype a model computes in: its embedding's."""
-    embed: nnx.Param = params["embed"]  # pyright: ignore[reportAssignmentType]
-    return embed[...].dtype
+    return params["embed"][...].dtype
 
 
 def check_tokens(tokens: ArrayLike | Sequence, config: ModelConfig, ndim: int) -> np.ndarray:

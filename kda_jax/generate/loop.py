@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from kda_jax.forward import SplitModel, bucket, step
+from kda_jax.forward import Params, SplitModel, bucket, step
+from kda_jax.model import Model
 from kda_jax.sampling import Sampler, sample
 from kda_jax.state import ModelState, grow
 
@@ -40,8 +41,8 @@ def choose_first(
 
 
 def _run(
-    graphdef: nnx.GraphDef,
-    params: nnx.State,
+    graphdef: nnx.GraphDef[Model],
+    params: Params,
     now: Decoding,
     limit: jax.Array,
     stops: jax.Array,
