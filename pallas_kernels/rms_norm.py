@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
+from pallas_kernels.fixed_order import sum_of_squares
 from pallas_kernels.precision import accumulator
 
 
@@ -53,5 +53,5 @@ def _normalise(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm: {weight.shape=} must be the last axis of {x.shape=}")
     wide = x.astype(accumulator(x.dtype))
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    scale = jax.lax.rsqrt(sum_of_squares(wide) / x.shape[-1] + eps)
     return wide * scale * weight.astype(wide.dtype)

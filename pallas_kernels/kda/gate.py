@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fixed_order import sum_of_squares
+
 
 def kda_gate(
     z: jax.Array,
@@ -55,4 +57,4 @@ def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     `eps` stands inside the root, as in fla's kernels (`max(norm, eps)` is another function).
     """
     y = x.astype(jnp.float32)
-    return (y * jax.lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+    return (y * jax.lax.rsqrt(sum_of_squares(y) + eps)).astype(x.dtype)
