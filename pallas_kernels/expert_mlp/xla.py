@@ -11,11 +11,14 @@ from pallas_kernels.expert_mlp.reference import Activation
 from pallas_kernels.expert_mlp.routing import Routing, route
 from pallas_kernels.precision import accumulator, contract
 
-TILES = (256, 64)
-"""Rows a product, largest first. From 64 rows on, XLA's CPU products give a row the same bits for any number of
-rows, so which tile a row falls into does not show in its result."""
+TILE = 256
+"""Rows a product. From 64 rows on, XLA's CPU products give a row the same bits for any number of rows, so which tile
+a row falls into does not show in its result."""
+LAST_TILES = (64, 96, 128, 160, 192, TILE)
+"""Sizes for what is left of an expert's rows: the smallest that holds them is used."""
+BACKWARD_TILES = (TILE, 128)
 FEW_TOKENS = 16
-"""Up to this many tokens every chosen expert sees all of them: reading its matrices is the cost, not the product."""
+"""Up to this many tokens each chosen expert sees all of them: the cost is reading its matrices, not the product."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -70,34 +73,48 @@ def _few_tokens(x, expert_ids, expert_weights, w_gate_up, w_down, activation):
 
 def _many_tokens(x, expert_ids, expert_weights, w_gate_up, w_down, activation):
     routing = route(expert_ids, w_down.shape[0])
-    rows = _in_order(x, routing)
+    token = _token_in_order(routing)
 
     def expert(u, out):
         index = routing.used[u]
         matrices = _expert(w_gate_up, index, x.dtype), _expert(w_down, index, x.dtype)
 
-        def tile(at, size, out):
-            y = _apply(jax.lax.dynamic_slice_in_dim(rows, at, size), *matrices, activation)
-            # A tile may reach into the rows of experts to come: they overwrite what it leaves there.
-            return jax.lax.dynamic_update_slice(out, y, (at, 0))
+        def tile(at, size):
+            return _apply(_rows(x, token, at, size), *matrices, activation)
 
-        return _over_tiles(routing.first[index], routing.count[index], tile, out)
+        def whole_tile(i, out):
+            at = routing.first[index] + i * TILE
+            return jax.lax.dynamic_update_slice(out, tile(at, TILE), (at, 0))
 
-    out = jax.lax.fori_loop(0, routing.num_used, expert, jnp.zeros_like(rows))
+        whole = routing.count[index] // TILE
+        out = jax.lax.fori_loop(0, whole, whole_tile, out)
+        at, left = routing.first[index] + whole * TILE, routing.count[index] % TILE
+        last = [lambda size=size: jnp.pad(tile(at, size), ((0, TILE - size), (0, 0))) for size in LAST_TILES]
+        choice = sum((left > size).astype(jnp.int32) for size in LAST_TILES)
+        # What this writes behind the expert's own rows belongs to experts to come, and they overwrite it. With
+        # nothing left to do, it is the smallest tile, wasted: cheaper than a branch that carries `out`.
+        return jax.lax.dynamic_update_slice(out, jax.lax.switch(choice, last), (at, 0))
+
+    out = jnp.zeros((token.shape[0], x.shape[1]), x.dtype)
+    out = jax.lax.fori_loop(0, routing.num_used, expert, out)
     return _weighted(out, expert_weights.astype(x.dtype), routing)
 
 
-def _in_order(x: jax.Array, routing: Routing) -> jax.Array:
-    """The rows of x [N, C] for every pair, by expert, with room behind for any tile."""
-    slots = routing.place.shape[1]
-    return x[jnp.pad(routing.pair // slots, (0, TILES[0]))]
+def _token_in_order(routing: Routing) -> jax.Array:
+    """The token of every pair, by expert, with room behind for any tile to reach into."""
+    return jnp.pad(routing.pair // routing.place.shape[1], (0, TILE))
+
+
+def _rows(x: jax.Array, token: jax.Array, at: jax.Array, size: int) -> jax.Array:
+    """The rows of x [N, C] for the pairs at .. at + size."""
+    return x.at[jax.lax.dynamic_slice_in_dim(token, at, size)].get(mode="clip")
 
 
 def _over_tiles(first, count, tile, carry):
-    """Runs tile(at, size, carry) over `count` rows from `first`; only a tile of the smallest size is ever partial."""
+    """Runs tile(at, size, carry) over `count` rows from `first`; only a tile of the smallest size is partial."""
     at, left = first, count
-    for size in TILES:
-        tiles = (left + size - 1) // size if size == TILES[-1] else left // size
+    for size in BACKWARD_TILES:
+        tiles = (left + size - 1) // size if size == BACKWARD_TILES[-1] else left // size
         carry = jax.lax.fori_loop(
             0, tiles, lambda i, c, at=at, size=size: tile(at + i * size, size, c), carry
         )
@@ -115,21 +132,16 @@ def _weighted(rows: jax.Array, weights: jax.Array, routing: Routing) -> jax.Arra
 
 
 def _mix_fwd(x, expert_ids, expert_weights, w_gate_up, w_down, activation):
-    return mix(x, expert_ids, expert_weights, w_gate_up, w_down, activation), (
-        x,
-        expert_ids,
-        expert_weights,
-        w_gate_up,
-        w_down,
-    )
+    arguments = x, expert_ids, expert_weights, w_gate_up, w_down
+    return mix(*arguments, activation), arguments
 
 
 def _mix_bwd(activation, residuals, d_y):
     x, expert_ids, expert_weights, w_gate_up, w_down = residuals
     wide = accumulator(x.dtype)
     routing = route(expert_ids, w_down.shape[0])
-    rows, d_rows_out = _in_order(x.astype(wide), routing), _in_order(d_y, routing)
-    share = jnp.pad(expert_weights.astype(wide).reshape(-1)[routing.pair], (0, TILES[0]))[:, None]
+    token, x_wide = _token_in_order(routing), x.astype(wide)
+    share = jnp.pad(expert_weights.astype(wide).reshape(-1)[routing.pair], (0, TILE))[:, None]
 
     def expert(u, carry):
         d_x, d_share, d_gate_up, d_down = carry
@@ -140,9 +152,7 @@ def _mix_bwd(activation, residuals, d_y):
         def tile(at, size, carry):
             d_x, d_share, d_gate_up, d_down = carry
             live = (at + jnp.arange(size, dtype=jnp.int32) < end)[:, None]
-            inputs, d_out = (
-                jnp.where(live, jax.lax.dynamic_slice_in_dim(a, at, size), 0) for a in (rows, d_rows_out)
-            )
+            inputs, d_out = (jnp.where(live, _rows(a, token, at, size), 0) for a in (x_wide, d_y))
             weight = jax.lax.dynamic_slice_in_dim(share, at, size)
             hidden, pull = jax.vjp(activation, *jnp.split(contract("nd,di->ni", inputs, gate_up), 2, axis=1))
             d_hidden = contract("nd,id->ni", d_out, down)
@@ -164,7 +174,8 @@ def _mix_bwd(activation, residuals, d_y):
         d_down = jax.lax.dynamic_update_index_in_dim(d_down, mine_down.astype(d_down.dtype), index, 0)
         return d_x, d_share, d_gate_up, d_down
 
-    empty = jnp.zeros_like(rows), jnp.zeros_like(share), jnp.zeros_like(w_gate_up), jnp.zeros_like(w_down)
+    d_x = jnp.zeros((token.shape[0], x.shape[1]), wide)
+    empty = d_x, jnp.zeros_like(share), jnp.zeros_like(w_gate_up), jnp.zeros_like(w_down)
     d_x, d_share, d_gate_up, d_down = jax.lax.fori_loop(0, routing.num_used, expert, empty)
     d_x = _weighted(d_x, jnp.ones(expert_ids.shape, wide), routing)
     d_weights = jnp.where(routing.taken, d_share[routing.place, 0], 0)
