@@ -75,7 +75,7 @@ def _write_json(folder: Path) -> None:
 WRITERS = {"bytes": _write_bytes, "tiktoken": _write_tiktoken, "json": _write_json}
 
 
-@pytest.fixture(params=WRITERS.values(), ids=WRITERS.keys())
+@pytest.fixture(params=WRITERS.values(), ids=list(WRITERS))
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     request.param(tmp_path)
     return load_tokenizer(tmp_path)

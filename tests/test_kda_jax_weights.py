@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -206,7 +207,7 @@ def test_sizes_of_the_released_models() -> None:
 
 
 def test_failing_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         save_file(*args, **kwargs)
         raise OSError("disk full")
 

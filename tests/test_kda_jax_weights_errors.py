@@ -36,7 +36,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def _rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
+def _rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
     held = load_file(folder / "model.safetensors")
     change(held)
     save_file(held, folder / "model.safetensors")

@@ -55,7 +55,8 @@ def load_orbax(path: str | Path, dtype: DTypeLike | None = None) -> Model:
         config = ModelConfig.from_hf(fields)
     except (ValueError, TypeError) as error:
         raise WeightsError(f"{path}: {error}") from None
-    dtype = fields.get("dtype", "float32") if dtype is None else dtype
+    if dtype is None:
+        dtype = str(fields.get("dtype", "float32"))
     values = _restore(path, "params", shapes(config, dtype))
     return assemble(config, dtype, lambda param, _: values.pop(param))
 
@@ -148,9 +149,9 @@ def _restore(path: str | Path, item: str, wanted: Mapping[str, jax.ShapeDtypeStr
 def _checkpointer() -> Any:
     import orbax.checkpoint as ocp  # where it is needed, as everywhere in this file: it takes seconds
 
-    arrays = {item: ocp.StandardCheckpointHandler() for item in ("params", "state")}
-    json = {item: ocp.JsonCheckpointHandler() for item in ("config", "about")}
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(**arrays, **json))
+    handlers: dict[str, Any] = {item: ocp.StandardCheckpointHandler() for item in ("params", "state")}
+    handlers |= {item: ocp.JsonCheckpointHandler() for item in ("config", "about")}
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers))
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,5 +49,5 @@ def _by_path(model: Model) -> dict[str, Any]:
     return {_dotted(key): param.get_value() for key, param in nnx.to_flat_state(nnx.state(model))}
 
 
-def _dotted(key: tuple[str | int, ...]) -> str:
+def _dotted(key: Sequence[Any]) -> str:
     return ".".join(map(str, key))
