@@ -88,7 +88,7 @@ def step(
 # ---- reading and writing chunks -----------------------------------------------------------------------------------
 
 
-def _row(pack: Pack, n: jax.Array, form: Form) -> Row:
+def _row(pack: Pack, n: jax.Array | int, form: Form) -> Row:
     return Row(pack.first[n], pack.count[n], pack.start[n] % form.chunk)
 
 
