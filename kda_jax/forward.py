@@ -96,10 +96,12 @@ def prefill(
         state = grow(state, bucket(room))
     padded = np.zeros((rows, bucket(count)), np.int32)
     padded[:, :count] = ids
-    logits, end, checkpoints = _prefill_jit(graphdef, params, padded, state, counts, relative, last_only)
+    logits, end, owns = _prefill_jit(graphdef, params, padded, state, counts, relative, last_only)
     if not last_only and count < padded.shape[1]:
         logits = logits[:, :count]
-    return (logits, end) if boundaries is None else (logits, end, checkpoints[: len(boundaries)])
+    if boundaries is None:
+        return logits, end
+    return logits, end, [_checkpoint(end, own) for own in owns[: len(boundaries)]]
 
 
 def decode(
@@ -216,23 +218,35 @@ def _forward(
     lengths: jax.Array | None,
     boundaries: jax.Array | None,
     last_only: bool,
-) -> tuple[jax.Array, ModelState, list[ModelState]]:
+) -> tuple[jax.Array, ModelState, list[Own]]:
     logits, state, *at = model(tokens, state, lengths, boundaries, last_only)
     if boundaries is None:
         return logits, state, []
-    return logits, state, [_checkpoint(state, at[0], i) for i in range(boundaries.shape[-1])]
+    return logits, state, [_own(at[0], i) for i in range(boundaries.shape[-1])]
 
 
-def _checkpoint(end: ModelState, at: ModelState, index: int) -> ModelState:
-    """One of the boundaries' states. Latents are the end state's own: what lies behind the position is
-    dead."""
+Own: TypeAlias = tuple[KDAState | jax.Array, ...]
+"""What a checkpoint does not share with the state that a call ends in: KDA's states, and MLA's positions."""
 
-    def layer(last, stacked):
-        if isinstance(stacked, KDAState):
-            return KDAState(*(leaf[:, index] for leaf in stacked))
-        return last._replace(position=stacked.position[:, index])
 
-    return ModelState(tuple(map(layer, end.layers, at.layers)))
+def _own(at: ModelState, index: int) -> Own:
+    return tuple(
+        KDAState(*(leaf[:, index] for leaf in layer))
+        if isinstance(layer, KDAState)
+        else layer.position[:, index]
+        for layer in at.layers
+    )
+
+
+def _checkpoint(end: ModelState, own: Own) -> ModelState:
+    """A boundary's state. Its latents are the end state's very arrays (what lies behind the position is dead), which
+    only holds outside of jit: a jitted function returns a copy for each time it names an array."""
+    return ModelState(
+        tuple(
+            mine if isinstance(mine, KDAState) else last._replace(position=mine)
+            for last, mine in zip(end.layers, own, strict=True)
+        )
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "last_only"))
@@ -256,7 +270,5 @@ def _prefill_traced(graphdef, params, config, tokens, state, lengths, boundaries
     if boundaries is not None:
         relative = jnp.asarray(list(boundaries), jnp.int32)[None, :] - state.position[:, None]
     lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
-    logits, state, checkpoints = _forward(
-        nnx.merge(graphdef, params), tokens, state, lengths, relative, last_only
-    )
-    return (logits, state) if boundaries is None else (logits, state, checkpoints)
+    logits, end, owns = _forward(nnx.merge(graphdef, params), tokens, state, lengths, relative, last_only)
+    return (logits, end) if boundaries is None else (logits, end, [_checkpoint(end, own) for own in owns])
