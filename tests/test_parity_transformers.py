@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from kda_jax.config import ModelConfig
@@ -53,6 +55,13 @@ LENGTHS = (
 )
 NUM_DECODED = 4
 ABSOLUTE, RELATIVE = 1e-4, 2e-5
+
+
+@pytest.fixture(autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Each test compiles its own: kept, they would fill gigabytes."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +149,6 @@ def test_logits_and_decode_steps_agree(seed: int, hf: SimpleNamespace, tmp_path:
     length, rows = LENGTHS[seed % len(LENGTHS)], int(rng.integers(1, 4))
     tokens = rng.integers(0, config.vocab_size, (rows, length + NUM_DECODED))
 
-    logits, *_ = prefill(model, tokens)
-    assert_equal_logits("all at once", logits_of(hf, theirs, tokens), logits)
-
     # transformers' cache counts tokens in its attention layers: without one it cannot go on
     cache = hf.transformers.DynamicCache(config=theirs.config) if "mla" in config.layers else None
     logits, state, *_ = prefill(model, tokens[:, :length])
@@ -152,6 +158,31 @@ def test_logits_and_decode_steps_agree(seed: int, hf: SimpleNamespace, tmp_path:
         known = slice(0 if cache is None else at, at + 1)
         want = logits_of(hf, theirs, tokens[:, known], cache)[:, -1]
         assert_equal_logits(f"token {at}", want, logits)
+
+
+def test_every_parameter_shows_in_the_logits() -> None:
+    """A part whose weights do not matter here would be compared by nobody."""
+    chosen = dict(num_experts=8, experts_per_token=2, num_expert_groups=2, topk_groups=1)
+    config = dataclasses.replace(
+        draw_config(0), layers=("kda", "mla"), mlps=("dense", "moe"), q_lora_rank=12, **chosen
+    )
+    graphdef, params = nnx.split(random_model(config))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (2, 40)), jnp.int32)
+    logits = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens)[0])
+    before = logits(params)
+    hidden = {}
+    for key, param in nnx.to_flat_state(params):
+        spread = 3 if key[-1] == "bias" else 0.1  # the router's only acts where it changes a choice
+        noise = np.random.default_rng(1).uniform(1 - spread, 1 + spread, param.get_value().shape)
+        noise = noise.astype(np.float32)
+        changed = [
+            (other, value.replace(value.get_value() * noise) if other == key else value)
+            for other, value in nnx.to_flat_state(params)
+        ]
+        change = relative_error(before, logits(nnx.from_flat_state(changed)))
+        if change < 10 * RELATIVE:
+            hidden[".".join(map(str, key))] = change
+    assert not hidden
 
 
 @pytest.fixture(scope="module")
