@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from kda_jax.config import ModelConfig
 from kda_jax.forward import prefill
 from kda_jax.model import Model
-from kda_jax.weights import load, save
+from kda_jax.weights import WeightsError, load, save
 from kda_jax.weights.names import hf_shapes, parameters_and_nbytes, tensors
 from kda_jax.weights.skeleton import parameters, shapes
 from measure import assert_close
@@ -83,7 +83,9 @@ def test_saved_names_and_shapes_are_the_tables(changes: dict, tmp_path: Path) ->
     model = random_model(small_config(**changes))
     save(model, tmp_path / "model")
     saved = {name: value.shape for name, value in load_file(tmp_path / "model" / "model.safetensors").items()}
-    assert saved == {name: shape for name, (shape, _) in hf_shapes(model.config).items()}
+    named = {name: shape for name, (shape, _) in hf_shapes(model.config).items()}
+    # transformers ties no head: it wants the copy
+    assert saved == named | {"lm_head.weight": (67, 24)} if model.config.tie_embeddings else named
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -178,6 +180,16 @@ def test_every_spelling_of_a_checkpoint_is_read(spell: Callable[[Tensors], Tenso
     save(model, tmp_path / "model")
     rewrite(tmp_path / "model", spell)
     assert_same(model, load(tmp_path / "model"))
+
+
+def test_a_tied_head_may_be_absent_and_must_be_the_embedding(tmp_path: Path) -> None:
+    model = random_model(small_config(tie_embeddings=True))
+    save(model, tmp_path / "model")
+    rewrite(tmp_path / "model", lambda held: {name: held[name] for name in held if name != "lm_head.weight"})
+    assert_same(model, load(tmp_path / "model"))
+    rewrite(tmp_path / "model", lambda held: held | {"lm_head.weight": held["model.embed_tokens.weight"] + 1})
+    with pytest.raises(WeightsError, match=r"lm_head.weight differs from the embedding"):
+        load(tmp_path / "model")
 
 
 def test_sizes_of_the_released_models() -> None:

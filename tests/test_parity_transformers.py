@@ -241,6 +241,16 @@ def test_narrow_weights_reach_transformers_to_the_bit(
         np.testing.assert_array_equal(value, back[path], path)
 
 
+def test_a_tied_model_means_the_same_to_transformers(hf: SimpleNamespace, tmp_path: Path) -> None:
+    config = dataclasses.replace(draw_config(0), layers=("mla",), mlps=("dense",), tie_embeddings=True)
+    model = random_model(config)
+    save(model, tmp_path / "model")
+    theirs = read_by_transformers(hf, tmp_path / "model")
+    tokens = np.arange(12)[None] % config.vocab_size
+    logits, *_ = prefill(model, tokens)
+    assert_equal_logits("tied", logits_of(hf, theirs, tokens), logits)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 70, 150])
 def test_bounded_gate_agrees_with_glm5_next(num_tokens: int, hf: SimpleNamespace, tmp_path: Path) -> None:
     """GLM-5.3's linear attention is KDA with K3's bounded gate and Kimi Linear's low-rank output gate."""

@@ -18,7 +18,7 @@ from kda_jax.config import ModelConfig
 from kda_jax.model import Model
 from kda_jax.weights.errors import WeightsError
 from kda_jax.weights.files import TensorFiles, read_config
-from kda_jax.weights.names import Tensor, canonical, fused_tensors, tensors
+from kda_jax.weights.names import Target, Tensor, canonical, fused_tensors, tensors, tied_head
 from kda_jax.weights.skeleton import assemble, shapes
 from kda_jax.weights.transforms import TRANSFORMS, fits, padding
 
@@ -103,6 +103,9 @@ def match(config: ModelConfig, found: dict[str, tuple[int, ...]], where: str = "
     wanted = [
         tensor for tensor in wanted if not replaced & {target.path for target in tensor.targets}
     ] + fused
+    copy = tied_head(config)
+    if copy is not None and copy.name in named:
+        wanted.append(copy)
 
     plan: Plan = {}
     missing, misshaped = [], []
@@ -147,13 +150,19 @@ def _fill(
 ) -> jax.Array:
     values = _aligned(shape.shape, np.dtype(shape.dtype))
     by_name = {source.name: source for source in sources}
+    filled: set[Target] = set()
     for name, stored in files.read(by_name):
         _, tensor, which = by_name[name]
         target = tensor.targets[which]
         place = values if target.expert is None else values[target.expert]
         place = place[..., target.start : target.stop]
         with np.errstate(over="ignore"):  # what overflows is found below
-            place[...] = TRANSFORMS[tensor.transform].to_ours(stored, config)[which]
+            value = TRANSFORMS[tensor.transform].to_ours(stored, config)[which]
+            if target not in filled:
+                place[...] = value
+            elif not np.array_equal(place, value.astype(place.dtype)):
+                raise WeightsError(f"{name} differs from the embedding that the config ties it to")
+        filled.add(target)
         beyond = padding(tensor.transform, stored, config)
         if not _finite(place) or not _finite(beyond):
             nonfinite.append(name)
@@ -162,7 +171,7 @@ def _fill(
                 f"{name}: shape {list(stored.shape)} for {config.kda_value_heads} heads, but the values "
                 "beyond them are not zeros"
             )
-        del stored
+        del stored, value
     return jax.block_until_ready(jax.device_put(values))
 
 

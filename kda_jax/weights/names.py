@@ -1,135 +1,34 @@
-"""The one table between the tensors of a Hugging Face checkpoint and the parameters of `kda_jax.Model`.
-
-A `Row` says: a tensor of this name and shape fills this parameter, or part of it, through this transform.
-Everything else follows from the rows: what to load, what to save, what is missing, and how large a model is
-before it exists.
-
-Rows that name the same parameter lie side by side in its last axis, in the order of the table:
-`in_proj.kernel` of a KDA layer is `q | k | v | f_a | g_a | beta`.
-"""
+"""Names and shapes of a checkpoint's tensors, and the places in our parameters that they fill."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kda_jax.config import ModelConfig
-
-FLOAT32_KIND = "f32"
-BFLOAT16_KIND = "bf16"
-PACKED_KIND = "mxfp4"  # uint8, two 4-bit values a byte
-SCALE_KIND = "e8m0"  # uint8, one power of two for every 32 values
+from kda_jax.weights.table import (
+    BFLOAT16_KIND,
+    DENSE,
+    EXPERT,
+    FLOAT32_KIND,
+    KDA,
+    KDA_FUSED,
+    LAYER,
+    MLA,
+    MOE,
+    MOE_FUSED,
+    PACKED_KIND,
+    SCALE_KIND,
+    TOP,
+    Row,
+)
 
 PREFIX_OF_MULTIMODAL = "language_model."
 NOT_TEXT = ("vision_tower.", "mm_projector.")
 MXFP4_BLOCK = 32
 A_LOG_PADDING = 128
-M = "block_sparse_moe."
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        name: the tensor's name in a checkpoint, below `model.layers.{i}.`; `{e}` stands for the expert.
-        shape: its axes, names of `sizes`.
-        paths: our parameters below `layers.{i}.`, in the order its transform yields them. Empty: no parameter
-            of today's model takes it.
-        transform: key of `kda_jax.weights.transforms.TRANSFORMS`.
-        when: key of `_conditions`; the row stands only where it holds.
-        kind: how released checkpoints store it.
-    """
-
-    name: str
-    shape: str
-    paths: str
-    transform: str = "matrix"
-    when: str = "always"
-    kind: str = BFLOAT16_KIND
-
-
-LAYER = (
-    Row("input_layernorm.weight", "D", "input_norm", "same"),
-    Row("post_attention_layernorm.weight", "D", "post_norm", "same"),
-    Row("self_attention_res_norm.weight", "D", "", "same", "attn_res"),
-    Row("self_attention_res_proj.weight", "1 D", "", "matrix", "attn_res"),
-    Row("mlp_res_norm.weight", "D", "", "same", "attn_res"),
-    Row("mlp_res_proj.weight", "1 D", "", "matrix", "attn_res"),
-)
-KDA = (
-    Row("self_attn.q_proj.weight", "HK D", "attn.in_proj.kernel"),
-    Row("self_attn.k_proj.weight", "HK D", "attn.in_proj.kernel"),
-    Row("self_attn.v_proj.weight", "GV D", "attn.in_proj.kernel"),
-    Row("self_attn.f_a_proj.weight", "K D", "attn.in_proj.kernel"),
-    Row("self_attn.g_a_proj.weight", "K D", "attn.in_proj.kernel", "matrix", "low_rank_gate"),
-    Row("self_attn.g_proj.weight", "GV D", "attn.in_proj.kernel", "matrix", "full_rank_gate"),
-    Row("self_attn.b_proj.weight", "G D", "attn.in_proj.kernel"),
-    Row("self_attn.q_conv1d.weight", "HK 1 W", "attn.conv", "conv"),
-    Row("self_attn.k_conv1d.weight", "HK 1 W", "attn.conv", "conv"),
-    Row("self_attn.v_conv1d.weight", "GV 1 W", "attn.conv", "conv"),
-    Row("self_attn.f_b_proj.weight", "GK K", "attn.f_b.kernel"),
-    Row("self_attn.g_b_proj.weight", "GV K", "attn.g_b.kernel", "matrix", "low_rank_gate"),
-    Row("self_attn.A_log", "1 1 G 1", "attn.A_log", "heads", "plain_heads", FLOAT32_KIND),
-    Row("self_attn.A_log", "Gpad", "attn.A_log", "heads", "padded_heads", FLOAT32_KIND),
-    Row("self_attn.dt_bias", "GK", "attn.dt_bias", "head_channels", "always", FLOAT32_KIND),
-    Row("self_attn.o_norm.weight", "V", "attn.o_norm", "same"),
-    Row("self_attn.o_proj.weight", "D GV", "attn.o_proj.kernel"),
-)
-MLA = (
-    Row("self_attn.q_proj.weight", "Hq D", "attn.in_proj.kernel", "matrix", "full_rank_query"),
-    Row("self_attn.q_a_proj.weight", "Rq D", "attn.in_proj.kernel", "matrix", "low_rank_query"),
-    Row("self_attn.kv_a_proj_with_mqa.weight", "RP D", "attn.in_proj.kernel"),
-    Row("self_attn.g_proj.weight", "Hv D", "attn.in_proj.kernel", "matrix", "mla_gate"),
-    Row("self_attn.q_a_layernorm.weight", "Rq", "attn.q_norm", "same", "low_rank_query"),
-    Row("self_attn.q_b_proj.weight", "Hq Rq", "attn.q_b.kernel", "matrix", "low_rank_query"),
-    Row("self_attn.kv_a_layernorm.weight", "R", "attn.kv_norm", "same"),
-    Row("self_attn.kv_b_proj.weight", "Hkv R", "attn.w_uk attn.w_uv", "key_and_value_heads"),
-    Row("self_attn.o_proj.weight", "D Hv", "attn.o_proj.kernel"),
-)
-DENSE = (
-    Row("mlp.gate_proj.weight", "F D", "mlp.gate_up.kernel"),
-    Row("mlp.up_proj.weight", "F D", "mlp.gate_up.kernel"),
-    Row("mlp.down_proj.weight", "D F", "mlp.down.kernel"),
-)
-MOE = (
-    Row(M + "gate.weight", "E D", "mlp.router.kernel"),
-    Row(M + "gate.e_score_correction_bias", "E", "mlp.router.bias", kind=FLOAT32_KIND, transform="same"),
-    Row(M + "routed_expert_down_proj.weight", "Z D", "", "matrix", "latent_experts"),
-    Row(M + "routed_expert_norm.weight", "Z", "", "same", "latent_norm"),
-    Row(M + "routed_expert_up_proj.weight", "D Z", "", "matrix", "latent_experts"),
-    Row(M + "shared_experts.gate_proj.weight", "Is D", "mlp.shared.gate_up.kernel", "matrix", "shared"),
-    Row(M + "shared_experts.up_proj.weight", "Is D", "mlp.shared.gate_up.kernel", "matrix", "shared"),
-    Row(M + "shared_experts.down_proj.weight", "D Is", "mlp.shared.down.kernel", "matrix", "shared"),
-)
-EXPERT = (
-    Row(M + "experts.{e}.w1.weight", "I Z", "mlp.w_gate_up", "matrix", "plain_experts"),
-    Row(M + "experts.{e}.w3.weight", "I Z", "mlp.w_gate_up", "matrix", "plain_experts"),
-    Row(M + "experts.{e}.w2.weight", "Z I", "mlp.w_down", "matrix", "plain_experts"),
-    Row(M + "experts.{e}.w1.weight_packed", "I Z/2", "", "same", "mxfp4", PACKED_KIND),
-    Row(M + "experts.{e}.w1.weight_scale", "I Z/32", "", "same", "mxfp4", SCALE_KIND),
-    Row(M + "experts.{e}.w3.weight_packed", "I Z/2", "", "same", "mxfp4", PACKED_KIND),
-    Row(M + "experts.{e}.w3.weight_scale", "I Z/32", "", "same", "mxfp4", SCALE_KIND),
-    Row(M + "experts.{e}.w2.weight_packed", "Z I/2", "", "same", "mxfp4", PACKED_KIND),
-    Row(M + "experts.{e}.w2.weight_scale", "Z I/32", "", "same", "mxfp4", SCALE_KIND),
-)
-# How transformers holds the same weights in memory, and writes them when told not to undo its own layout
-# (`save_pretrained(save_original_format=False)`): such a row replaces all rows above that fill its parameter.
-KDA_FUSED = (Row("self_attn.conv1d.weight", "C 1 W", "attn.conv", "conv"),)
-MOE_FUSED = (
-    Row(M + "experts.gate_up_proj", "E I2 Z", "mlp.w_gate_up", "stacked", "plain_experts"),
-    Row(M + "experts.down_proj", "E Z I", "mlp.w_down", "stacked", "plain_experts"),
-)
-TOP = (
-    Row("model.embed_tokens.weight", "vocab D", "embed", "same"),
-    Row("model.norm.weight", "D", "norm", "same"),
-    Row("model.output_attn_res_norm.weight", "D", "", "same", "attn_res"),
-    Row("model.output_attn_res_proj.weight", "1 D", "", "matrix", "attn_res"),
-    Row("lm_head.weight", "vocab D", "lm_head.kernel", "matrix", "untied"),
-)
 
 
 class Target(NamedTuple):
@@ -175,7 +74,8 @@ def sizes(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def _conditions(config: ModelConfig) -> dict[str, bool]:
+def conditions(config: ModelConfig) -> dict[str, bool]:
+    """What the rows' `when` may ask, answered for one config."""
     k3 = is_multimodal(config)
     return {
         "always": True,
@@ -207,7 +107,7 @@ class _Axes(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig) -> _Axes:
-        return cls(sizes(config), _conditions(config))
+        return cls(sizes(config), conditions(config))
 
 
 def _place(rows: tuple[Row, ...], axes: _Axes, layer: int | None = None) -> Iterator[Tensor]:
@@ -256,6 +156,18 @@ def fused_tensors(config: ModelConfig) -> Iterator[Tensor]:
     for layer, (kind, mlp) in enumerate(zip(config.layers, config.mlps)):
         rows = (KDA_FUSED if kind == "kda" else ()) + (MOE_FUSED if mlp == "moe" else ())
         yield from _place(rows, axes, layer)
+
+
+def tied_head(config: ModelConfig) -> Tensor | None:
+    """The copy of a tied embedding that may stand in a checkpoint; None where the head has its own weights.
+
+    transformers does not tie Kimi Linear's head, whatever its config says: it reads this tensor, or draws one.
+    """
+    if not config.tie_embeddings:
+        return None
+    (row,) = (row for row in TOP if row.paths == "embed")
+    (tensor,) = _place((row,), _Axes.of(config))
+    return tensor._replace(name="lm_head.weight")
 
 
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -15,7 +15,7 @@ from kda_jax.config import ModelConfig
 from kda_jax.model import Model
 from kda_jax.weights.atomic import new_folder
 from kda_jax.weights.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from kda_jax.weights.names import PREFIX_OF_MULTIMODAL, Target, Tensor, is_multimodal, tensors
+from kda_jax.weights.names import PREFIX_OF_MULTIMODAL, Target, Tensor, is_multimodal, tensors, tied_head
 from kda_jax.weights.skeleton import parameters
 from kda_jax.weights.transforms import TRANSFORMS
 
@@ -62,7 +62,8 @@ def _shards(config: ModelConfig, params: dict[str, jax.Array], limit: int) -> li
     def in_order() -> Iterator[list[Tensor]]:
         shard: list[Tensor] = []
         used = 0
-        for tensor in tensors(config):
+        head = tied_head(config)
+        for tensor in (*tensors(config), *(() if head is None else (head,))):
             nbytes = _nbytes(tensor, params)
             if shard and used + nbytes > limit:
                 yield shard
