@@ -67,7 +67,9 @@ def test_reads_the_text_part_of_k3_and_the_names_transformers_has_for_fields() -
         text[new] = text.pop(old)
     del text["layer_types"], text["mlp_layer_types"]
     assert ModelConfig.from_hf(text) == ModelConfig.kimi_linear_48b()
-    assert ModelConfig.from_hf({"model_type": "kimi_k3", "text_config": text}) == ModelConfig.kimi_linear_48b()
+    assert (
+        ModelConfig.from_hf({"model_type": "kimi_k3", "text_config": text}) == ModelConfig.kimi_linear_48b()
+    )
 
 
 @pytest.mark.parametrize(

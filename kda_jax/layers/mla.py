@@ -86,8 +86,8 @@ class MultiHeadLatentAttention(nnx.Module):
 
         Args:
             x: the tokens' vectors.
-            state: what the rows have absorbed, with room for this call's tokens (those beyond the capacity
-                are lost); None for nothing, and the state returned then has no room beyond this call.
+            state: what the rows have absorbed, with room for this call's tokens; None for nothing, and the
+                state returned then has no room beyond this call.
             lengths: tokens of each row that count; the rest is padding, which touches nothing.
             boundaries: token counts of this call, 0..T, at which the state is returned too.
 

@@ -39,12 +39,14 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "*rows D"]) -> Routing:
         """Chooses `experts_per_token` experts for each row; of equals the lower id."""
         config = self.config
-        scores = jax.nn.sigmoid(x.astype(jnp.float32) @ self.kernel[...])
+        scores = jax.nn.sigmoid(_logits(x.astype(jnp.float32), self.kernel[...]))
         rated = self._keep_groups(jax.lax.stop_gradient(scores) + self.bias[...])
         experts = jax.lax.top_k(rated, config.experts_per_token)[1]
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.moe_renormalize:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+            # Added up one by one: XLA orders a reduction by the number of rows, and a row's bits would depend on it.
+            total = sum(weights[..., slot, None] for slot in range(config.experts_per_token))
+            weights = weights / (total + 1e-20)
         return Routing(experts, weights * config.routed_scaling_factor)
 
     def _keep_groups(self, rated: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
@@ -52,10 +54,22 @@ class Router(nnx.Module):
         if kept == groups:
             return rated
         grouped = rated.reshape(*rated.shape[:-1], groups, -1)
-        worth = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+        two = jax.lax.top_k(grouped, 2)[0]
+        worth = two[..., 0] + two[..., 1]
         best = jax.lax.top_k(worth, kept)[1]
         keep = (best[..., None] == jnp.arange(groups, dtype=best.dtype)).any(axis=-2)
         return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(rated.shape)
+
+
+def _logits(x: Float[Array, "*rows D"], kernel: Float[Array, "D E"]) -> Float[Array, "*rows E"]:
+    """x @ kernel, a row of which has the same bits in any number of rows from 64 on.
+
+    XLA's CPU product has another order for fewer than 96 rows and at most 8 columns: it gets columns of zeros.
+    """
+    num_experts = kernel.shape[-1]
+    if num_experts >= 16 or x.size < 64 * x.shape[-1]:
+        return x @ kernel
+    return (x @ jnp.pad(kernel, ((0, 0), (0, 16 - num_experts))))[..., :num_experts]
 
 
 class SparseMoE(nnx.Module):
