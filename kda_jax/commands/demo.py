@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from kda_jax.tokenizer import Tokenizer
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny"
-PROMPT_TOKENS = 3000
-BOUNDARIES = (1024, 2048)
+PROMPT_TOKENS = 2600
+BOUNDARIES = (1024, 2560)
 
 
 def demo(
@@ -41,7 +41,7 @@ def demo(
     ids = tokenizer.encode(source.read_text(encoding="utf-8"))
     if len(ids) < PROMPT_TOKENS:
         raise CommandError(f"{source} has {len(ids)} tokens; the demo reads at least {PROMPT_TOKENS}")
-    prompt = ids[: _paragraph_end(tokenizer, ids, PROMPT_TOKENS)]
+    prompt = ids[: _end(tokenizer, ids, PROMPT_TOKENS, "\n\n")]
     print(f"{source.name}: {len(prompt)} tokens, read once, checkpoints at {[*BOUNDARIES, len(prompt)]}\n")
     rows = compare(loaded, model, prompt, _forks(tokenizer, ids, len(prompt)), new_tokens)
     _print(rows, tokenizer)
@@ -59,22 +59,22 @@ def demo_resume(model: Path, state: Path, result: Path, tokens: str, new_tokens:
     resume(model, state, result, [int(token) for token in tokens.split(",")], new_tokens, capacity)
 
 
-def _paragraph_end(tokenizer: Tokenizer, ids: list[int], start: int) -> int:
-    """The first count of tokens, from `start` on, that ends with an empty line; `start` if there is none."""
-    ends = (end for end in range(start, len(ids)) if tokenizer.decode(ids[end - 2 : end]).endswith("\n\n"))
+def _end(tokenizer: Tokenizer, ids: list[int], start: int, mark: str) -> int:
+    """The first count of tokens, from `start` on, whose text ends with `mark`; `start` if there is none."""
+    ends = (end for end in range(start, len(ids)) if tokenizer.decode(ids[end - 2 : end]).endswith(mark))
     return next(ends, start)
 
 
 def _forks(tokenizer: Tokenizer, ids: list[int], num_prompt: int) -> list[Fork]:
-    """From the prompt's end, and from each boundary on to the paragraph's end: then a turn of its own."""
+    """From the prompt's end, and from each boundary on to the line's end: then a turn of its own."""
     from kda_jax.commands.forks import Fork
 
-    def fork(boundary: int, word: str) -> Fork:
-        end = _paragraph_end(tokenizer, ids, boundary + 2) if boundary < num_prompt else boundary
-        return Fork(f"{boundary} + {word!r}", boundary, ids[boundary:end] + tokenizer.encode(word))
+    def fork(boundary: int, turn: str) -> Fork:
+        end = _end(tokenizer, ids, boundary + 1, "\n") if boundary < num_prompt else boundary
+        return Fork(f"{boundary} + {turn!r}", boundary, ids[boundary:end] + tokenizer.encode(turn))
 
     early, late = BOUNDARIES
-    return [fork(num_prompt, "class "), fork(late, "def "), fork(early, "import ")]
+    return [fork(num_prompt, "class "), fork(late, "\n\ndef "), fork(early, "\n\nimport ")]
 
 
 def _print(rows: Sequence[Row], tokenizer: Tokenizer) -> None:
@@ -84,12 +84,13 @@ def _print(rows: Sequence[Row], tokenizer: Tokenizer) -> None:
 
     console = Console(highlight=False)
     table = Table()
-    table.add_column("resumed at, in")
-    for column in ("tokens", "cold ms", "resumed ms", "checkpoint bytes", "bit-identical"):
+    table.add_column("process")
+    for column in ("from", "tokens", "cold ms", "resumed ms", "checkpoint bytes", "bit-identical"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            f"{row.fork.boundary}, {row.where}",
+            row.where,
+            f"{row.fork.boundary:,}",
             f"{row.fork.boundary + len(row.fork.rest):,}",
             f"{row.cold.prefill_ms:.1f}",
             f"{row.resumed.prefill_ms:.1f}",
@@ -99,7 +100,7 @@ def _print(rows: Sequence[Row], tokenizer: Tokenizer) -> None:
     console.print(table)
     for row in rows:
         console.print(f"\n[bold]{row.fork.boundary} tokens, then:[/bold]")
-        last = tokenizer.decode(row.fork.rest[-160:]).rsplit("\n\n", 1)[-1]
+        last = tokenizer.decode(row.fork.rest).rsplit("\n\n", 1)[-1]
         console.print(
             Text(last, style="dim") + Text(tokenizer.decode(row.resumed.tokens.tolist())), soft_wrap=True
         )

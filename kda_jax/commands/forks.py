@@ -40,7 +40,7 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A fork, both of its runs, the bytes of its checkpoint, and where the second run was."""
+    """A fork, both of its runs, the bytes of its checkpoint, and the process of the second run."""
 
     fork: Fork
     cold: Run
@@ -89,7 +89,7 @@ def compare(
         else:
             resumed = run(parts, checkpoints[fork.boundary], [fork.rest], new_tokens, capacity)
             size = nbytes(model.config, fork.boundary, dtype=dtype_of(parts[1]))
-            where = "this process"
+            where = "this"
         rows.append(Row(fork, cold, resumed, size, where))
     return rows
 
@@ -141,9 +141,7 @@ def _run_elsewhere(
     if process.returncode:
         raise CommandError(f"the second process ended with {process.returncode}: {complaint.strip()[-500:]}")
     found = load_file(result)
-    return Run(
-        found["logits"], found["tokens"], float(found["prefill_ms"][0])
-    ), f"process {process.pid} from a file"
+    return Run(found["logits"], found["tokens"], float(found["prefill_ms"][0])), str(process.pid)
 
 
 def resume(folder: Path, state: Path, result: Path, rest: list[int], new_tokens: int, capacity: int) -> None:

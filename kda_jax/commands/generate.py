@@ -63,14 +63,14 @@ def generate(
         tokenizer=tokenizer,
         state=None if resume is None else kda_jax.load_state(resume, loaded),
     )
-    if save_state is None:
-        for piece in kda_jax.stream(loaded, ids, **sampling):
-            _write(piece if isinstance(piece, str) else f"{piece} ")
-    else:
-        result = kda_jax.generate(loaded, ids, **sampling)
-        _write(" ".join(map(str, result.tokens)) if tokenizer is None else result.text)
-        kda_jax.save_state(save_state, result.state, loaded)
-    _write("\n")
+    pieces = kda_jax.stream(loaded, ids, **sampling)
+    try:
+        while True:
+            _write(piece if isinstance(piece := next(pieces), str) else f"{piece} ")
+    except StopIteration as end:
+        _write("\n")
+        if save_state is not None:
+            kda_jax.save_state(save_state, end.value.state, loaded)
 
 
 def _write(text: str) -> None:
