@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 Counts = jax.Array | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
 
@@ -29,7 +30,7 @@ def as_counts(name: str, values: Counts, shape: tuple[int, ...], *, limit: int |
     if array.ndim != len(shape) or any(want not in (-1, have) for want, have in zip(shape, array.shape)):
         wanted = ", ".join("any" if size == -1 else str(size) for size in shape)
         raise ValueError(f"{name} must be int32 of shape [{wanted}], got {list(array.shape)}")
-    if limit is not None and not isinstance(array, jax.core.Tracer):
+    if limit is not None and not isinstance(array, Tracer):
         host = np.asarray(array)
         if host.size and (host.min() < 0 or host.max() > limit):
             raise ValueError(f"{name} must lie in 0..{limit}, got {host.tolist()}")
@@ -45,7 +46,7 @@ def as_cu_seqlens(name: str, values: Counts, num_tokens: int) -> jax.Array:
     array = jnp.asarray(values, jnp.int32)
     if array.ndim != 1 or array.shape[0] < 2:
         raise ValueError(f"{name} must be [N+1] with N >= 1, got shape {list(array.shape)}")
-    if not isinstance(array, jax.core.Tracer):
+    if not isinstance(array, Tracer):
         host = np.asarray(array)
         if host[0] != 0 or (np.diff(host) < 0).any() or host[-1] > num_tokens:
             raise ValueError(f"{name} must rise from 0 to at most {num_tokens} tokens, got {host.tolist()}")

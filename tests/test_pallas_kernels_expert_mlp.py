@@ -68,7 +68,7 @@ def test_an_id_of_no_expert_adds_nothing(num_tokens: int) -> None:
 def test_a_row_keeps_its_bits_whatever_stands_around_it() -> None:
     x, ids, weights, *matrices = inputs(900)
     whole = mix(x, ids, weights, *matrices)
-    for part in (slice(0, 64), slice(64, 900), slice(333, 400), slice(880, 900)):
+    for part in (slice(0, 64), slice(333, 620), slice(880, 900)):
         np.testing.assert_array_equal(mix(x[part], ids[part], weights[part], *matrices), whole[part])
     others = x.copy()
     others[1::2] = np.nan
@@ -122,13 +122,12 @@ def test_the_program_does_not_grow_with_experts(num_tokens: int) -> None:
 
 
 def test_decode_inside_a_scan() -> None:
-    x, ids, weights, *matrices = inputs(4)
+    x, ids, weights, *matrices = map(jnp.asarray, inputs(4))
 
     def token(x, _):
         y = expert_mlp(x, ids, weights, *matrices)
         return y, y
 
-    x, ids, weights, *matrices = map(jnp.asarray, (x, ids, weights, *matrices))
     _, out = jax.jit(lambda x: jax.lax.scan(token, x, length=2))(x)
     assert_close("second", mix(mix(x, ids, weights, *matrices), ids, weights, *matrices), out[1], 1e-6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,4 +174,4 @@ def test_bfloat16_sums_in_float32() -> None:
 def test_says_what_is_wrong(change: dict, message: str) -> None:
     x, weight, _ = map(jnp.asarray, inputs(8))
     with pytest.raises(ValueError, match=message):
-        short_conv(**({"x": x, "weight": weight} | change))
+        short_conv(**(dict[str, Any](x=x, weight=weight) | change))

@@ -66,7 +66,7 @@ def expert_mlp(
     return run(x, expert_ids, expert_weights, w_gate_up, w_down, activation).astype(x.dtype)
 
 
-def _reference(x, expert_ids, *others):
-    *floats, activation = others
+def _reference(x, expert_ids, expert_weights, w_gate_up, w_down, activation):
     wide = accumulator(x.dtype)
-    return reference.mix(x.astype(wide), expert_ids, *(a.astype(wide) for a in floats), activation)
+    x, expert_weights, w_gate_up, w_down = (a.astype(wide) for a in (x, expert_weights, w_gate_up, w_down))
+    return reference.mix(x, expert_ids, expert_weights, w_gate_up, w_down, activation)

@@ -14,7 +14,7 @@ from pallas_kernels.precision import accumulator, contract
 TILE = 256
 """Rows a product. From 64 rows on, XLA's CPU products give a row the same bits for any number of rows, so which tile
 a row falls into does not show in its result."""
-LAST_TILES = (64, 96, 128, 160, 192, TILE)
+LAST_TILES = (64, 96, 128, 160, TILE)
 """Sizes for what is left of an expert's rows: the smallest that holds them is used."""
 BACKWARD_TILES = (TILE, 128)
 FEW_TOKENS = 16

@@ -25,8 +25,8 @@ def mla_attention(
 
     Query i of row b attends to the rows j <= start[b] + i; the values are the first `rank` channels of the
     rows. Rows [0, start + lengths) hold latents, this call's own included; what lies behind them is never
-    looked at, not even NaN. Blocks of keys are counted from row 0 and gone through in order, so a query's bits
-    depend neither on T (from 2 up) nor on the capacity nor on other rows of the batch; at T = 1 rounding
+    looked at, not even NaN. Blocks of keys are counted from row 0 and gone through in order, so a query's
+    bits depend neither on T (from 2 up) nor on the capacity nor on other rows of the batch; at T = 1 rounding
     differs.
 
     Args:
@@ -66,12 +66,11 @@ def mla_attention(
             f"mla_attention: q has {batch} rows, latents {latents.shape[0]}; a pool needs a page_table"
         )
     capacity = latents.shape[1] * (1 if page_table is None else page_table.shape[1])
-    if num_tokens > capacity:
-        raise ValueError(f"mla_attention: {num_tokens} queries need as many latent rows, got {capacity}")
     begun = [0] * batch if start is None else start
-    begun = as_counts("mla_attention: start", begun, (batch,), limit=capacity - num_tokens)
+    begun = as_counts("mla_attention: start", begun, (batch,), limit=capacity)
     valid = [num_tokens] * batch if lengths is None else lengths
     valid = as_counts("mla_attention: lengths", valid, (batch,), limit=num_tokens)
+    as_counts("mla_attention: start + lengths (rows written)", begun + valid, (batch,), limit=capacity)
 
     backends = {"reference": Backend(_reference), "xla": Backend(xla.attend)}
     run = choose("mla_attention", implementation, backends)

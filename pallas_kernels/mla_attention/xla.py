@@ -43,8 +43,8 @@ def _block_of_queries(num_tokens: int, heads: int) -> tuple[int, int]:
 def _over_keys(step, carry, first, size, start, length):
     """Runs step(j, carry, masked) over the key blocks that queries first .. of a row look into, in order.
 
-    The blocks that every query sees in full come first, unmasked: a mask is a pass over all scores. A query block
-    without a valid query has no key blocks.
+    The blocks that every query sees in full come first, unmasked: a mask is a pass over all scores. A query
+    block without a valid query has no key blocks.
     """
     full = jnp.where(first < length, (start + first + 1) // KEY_BLOCK, 0)
     seen = jnp.where(first < length, start + jnp.minimum(first + size, length), 0)

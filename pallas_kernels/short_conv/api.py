@@ -52,31 +52,32 @@ def short_conv(
     """
     _check_weight(x, weight, activation)
     batch, num_tokens, _ = x.shape
+    pack = None
     if cu_seqlens is not None:
         if batch != 1 or lengths is not None:
             raise ValueError(f"short_conv: cu_seqlens wants B=1 without lengths, got B={batch}, {lengths=}")
-        cu_seqlens = as_cu_seqlens("short_conv: cu_seqlens", cu_seqlens, num_tokens)
-    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    window = _window(x, weight, window, rows)
+        pack = as_cu_seqlens("short_conv: cu_seqlens", cu_seqlens, num_tokens)
+    rows = batch if pack is None else pack.shape[0] - 1
+    start = _window(x, weight, window, rows)
     marks = [] if boundaries is None else boundaries
     marks = as_counts("short_conv: boundaries", marks, (rows, -1), limit=num_tokens)
 
     compute = accumulator(x.dtype)
-    wide, taps, before = x.astype(compute), weight.astype(compute), window.astype(compute)
+    wide, taps, before = x.astype(compute), weight.astype(compute), start.astype(compute)
     backends = {
-        "reference": Backend(reference.padded if cu_seqlens is None else reference.packed),
-        "xla": Backend(xla.padded if cu_seqlens is None else xla.packed),
+        "reference": Backend(reference.padded if pack is None else reference.packed),
+        "xla": Backend(xla.padded if pack is None else xla.packed),
     }
     run = choose("short_conv", implementation, backends)
-    if cu_seqlens is None:
+    if pack is None:
         valid = [num_tokens] * batch if lengths is None else lengths
         valid = as_counts("short_conv: lengths", valid, (batch,), limit=num_tokens)
         y, end, at = run(wide, taps, before, valid, marks, activation)
     else:
-        y, end, at = run(wide[0], taps, before, cu_seqlens, marks, activation)
+        y, end, at = run(wide[0], taps, before, pack, marks, activation)
         y = y[None]
-    result = y.astype(x.dtype), end.astype(window.dtype)
-    return result if boundaries is None else (*result, at.astype(window.dtype))
+    result = y.astype(x.dtype), end.astype(start.dtype)
+    return result if boundaries is None else (*result, at.astype(start.dtype))
 
 
 def short_conv_step(
