@@ -11,23 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-import kda_jax
 from kda_jax.commands import forks, run
 from kda_jax.commands.demo import BOUNDARIES
 from kda_jax.commands.sizes import sizes, state_bytes
 from kda_jax.config import ModelConfig
 
 TENSOR = "model.layers.1.self_attn.o_proj.weight"
-BYTES = {
-    "tokenizer_class": "ByteTokenizer",
-    "bos_token": "<bos>",
-    "added_tokens_decoder": {
-        str(256 + i): {"content": name} for i, name in enumerate(("<bos>", "<eos>", "<pad>"))
-    },
-}
 
 
 @pytest.fixture
@@ -37,34 +28,6 @@ def checkpoint(goldens: Path, tmp_path: Path) -> Path:
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(goldens / "kimi_linear_tiny" / name, folder / name)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random byte-level model of two narrow layers."""
-    folder = tmp_path_factory.mktemp("models") / "bytes"
-    config = ModelConfig(
-        vocab_size=260,
-        hidden_size=32,
-        layers=("kda", "mla"),
-        mlps=("dense", "moe"),
-        intermediate_size=48,
-        model_max_length=4096,
-        kda_num_heads=2,
-        kda_head_dim=16,
-        num_heads=2,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        num_experts=4,
-        experts_per_token=2,
-        moe_intermediate_size=16,
-        num_shared_experts=1,
-    )
-    kda_jax.save(kda_jax.Model(config, rngs=nnx.Rngs(3)), folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps(BYTES))
     return folder
 
 

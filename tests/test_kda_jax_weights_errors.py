@@ -185,6 +185,7 @@ def _removed(folder: Path) -> None:
         (_index({"a": "model-1.safetensors"}), "files that are not there: model-1.safetensors"),
         (_index({"a": "model.safetensors"}), r"its files lack; missing \(1\): a"),
         (_index([]), "has no weight_map"),
+        (_index({"a": 1}), "has no weight_map"),
         (_integers, "model.norm.weight is stored as I8"),
         (_removed, "does not exist; give the folder"),
     ],

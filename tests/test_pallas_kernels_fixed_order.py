@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from measure import assert_close
 
+from measure import assert_close
 from pallas_kernels import l2_normalize, rms_norm
 from pallas_kernels.fixed_order import sum_of_squares
 

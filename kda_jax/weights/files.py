@@ -98,8 +98,12 @@ def _weight_map(directory: Path) -> dict[str, str]:
     """Tensor -> file, from the index; one nameless tensor for the file of a checkpoint that has no index."""
     if (directory / INDEX_FILE).exists():
         weight_map = read_json(directory / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise WeightsError(f"{directory / INDEX_FILE} has no weight_map")
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or {type(x) for x in weight_map.values()} != {str}
+        ):
+            raise WeightsError(f"{directory / INDEX_FILE} has no weight_map from tensors to files")
         if lost := sorted({file for file in weight_map.values() if not (directory / file).exists()}):
             raise WeightsError(f"{directory / INDEX_FILE} names files that are not there: {', '.join(lost)}")
         return weight_map
