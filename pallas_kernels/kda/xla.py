@@ -68,7 +68,10 @@ def prefill(
         out, final = jnp.zeros(v.shape, jnp.float32), states
         at = None if boundaries is None else jnp.repeat(states[:, None], boundaries.shape[1], axis=1)
     elif boundaries is None:
-        out, final = _chunked(form, inputs, states, pack)
+        # A grid's rows advance together: their heads are one axis of states.
+        grouped = states if pack is not None else states.reshape(-1, *states.shape[2:])
+        out, final = _chunked(form, inputs, grouped, pack)
+        final = final.reshape(states.shape)
     else:
         out, final, at = _chunked_at(form, inputs, states, pack, boundaries)
     return out.reshape(v.shape).astype(v.dtype), final, at
@@ -106,20 +109,23 @@ def _extent(row: Row, chunk: jax.Array, form: Form) -> tuple[jax.Array, jax.Arra
 
 
 def _load(inputs: Inputs, row: Row | None, group: jax.Array, form: Form) -> Inputs:
-    """The inputs of one group of chunks, [group, B, H, L, ...]; rows of no token are zeros, which change nothing."""
+    """The inputs of one group of chunks, [group, B*H, L, ...]; rows of no token are zeros, which change nothing."""
     loaded = Inputs(*(_read(x, row, group, form) for x in inputs))
     return loaded._replace(g=jnp.maximum(loaded.g, MIN_LOG_DECAY))
 
 
 def _read(x: jax.Array, row: Row | None, group: jax.Array, form: Form) -> jax.Array:
+    # Batch and heads become one axis: XLA's CPU compiler of JAX 0.10.2 makes programs that crash from products with
+    # an axis of size one among their batch axes.
     if row is None:
         block = _slice(x, group * (form.group * form.chunk), form.group * form.chunk)
         block = block.reshape(x.shape[0], form.group, form.chunk, *x.shape[2:])
-        return jnp.moveaxis(block, (1, 3), (0, 2))
+        block = jnp.moveaxis(block, (1, 3), (0, 2))
+        return block.reshape(form.group, x.shape[0] * x.shape[2], form.chunk, *x.shape[3:])
     chunks = []
     for p in range(form.group):
         begin, end = _extent(row, group * form.group + p, form)
-        chunk = jnp.moveaxis(_slice(x, row.first + begin, form.chunk), 2, 1)  # [B, H, L, ...]
+        chunk = jnp.moveaxis(_slice(x, row.first + begin, form.chunk)[0], 1, 0)  # [H, L, ...]
         live = (jnp.arange(form.chunk) < end - begin).reshape(-1, *[1] * (x.ndim - 3))
         chunks.append(jnp.where(live, chunk, 0.0))
     return jnp.stack(chunks)
@@ -130,15 +136,16 @@ def _slice(x: jax.Array, at: jax.Array, length: int) -> jax.Array:
 
 
 def _store(whole: jax.Array, parts: jax.Array, row: Row | None, group: jax.Array, form: Form) -> jax.Array:
-    """Writes a group's rows [group, B, H, L, ...] back; rows behind a chunk's end keep what stands there."""
+    """Writes a group's rows [group, B*H, L, ...] back; rows behind a chunk's end keep what stands there."""
     if row is None:
-        block = jnp.moveaxis(parts, (0, 2), (1, 3))
+        block = parts.reshape(form.group, whole.shape[0], whole.shape[2], form.chunk, *parts.shape[3:])
+        block = jnp.moveaxis(block, (0, 2), (1, 3))
         block = block.reshape(block.shape[0], form.group * form.chunk, *block.shape[3:])
         return jax.lax.dynamic_update_slice_in_dim(whole, block, group * (form.group * form.chunk), axis=1)
     for p in range(form.group):
         begin, end = _extent(row, group * form.group + p, form)
         at = row.first + begin
-        block = jnp.moveaxis(parts[p], 1, 2)
+        block = jnp.moveaxis(parts[p], 0, 1)[None]
         live = (jnp.arange(form.chunk) < end - begin).reshape(-1, *[1] * (block.ndim - 2))
         block = jnp.where(live, block, _slice(whole, at, form.chunk))
         whole = jax.lax.dynamic_update_slice_in_dim(whole, block, at, axis=1)
@@ -187,12 +194,12 @@ def _run_group(form: Form, inputs: Inputs, row: Row | None, group, state, out):
 
 
 def _over_sequences(pack: Pack, states: jax.Array, run, carry):
-    """For each sequence n in turn: state, carry = run(n, states[n], carry). States lose and regain their N axis."""
+    """For each sequence n in turn: state, carry = run(n, states[n], carry)."""
 
     def one(n, both):
         finals, carry = both
-        state, carry = run(n, jax.lax.dynamic_slice_in_dim(states, n, 1), carry)
-        return jax.lax.dynamic_update_slice_in_dim(finals, state, n, 0), carry
+        state, carry = run(n, jax.lax.dynamic_index_in_dim(states, n, keepdims=False), carry)
+        return jax.lax.dynamic_update_slice_in_dim(finals, state[None], n, 0), carry
 
     if states.shape[0] == 1:
         return one(0, (states, carry))
@@ -247,7 +254,7 @@ def _forward(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | None, b
                     at, seen = c
                     here = _state_inside(form, x, us[p], p, sorted_at[n, seen] - begin, state)
                     return jax.lax.dynamic_update_slice(
-                        at, here[:, None], (n, order[n, seen], 0, 0, 0)
+                        at, here[None, None], (n, order[n, seen], 0, 0, 0)
                     ), seen + 1
 
                 at, seen = jax.lax.while_loop(due, snapshot, (at, seen))
@@ -320,7 +327,7 @@ def _chunked_fwd(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | Non
         groups = _num_groups(pack, form)
         base = jnp.cumsum(groups) - groups
         most = tokens // span + 2 * states.shape[0]
-        kept = jnp.zeros((most, 1, *states.shape[1:]), jnp.float32)
+        kept = jnp.zeros((most, *states.shape[1:]), jnp.float32)
 
         def sequence(n, state, carry):
             row = _row(pack, n, form)
