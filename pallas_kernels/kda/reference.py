@@ -43,7 +43,7 @@ def recurrence(
 
     Returns out [M,H,V] (0 in rows of no sequence), final states and states at boundaries [N,NB,H,K,V] or None.
     """
-    rows = jnp.arange(q.shape[0])
+    rows = jnp.arange(q.shape[0], dtype=jnp.int32)
     belongs = (rows[:, None] >= pack.first) & (rows[:, None] < pack.first + pack.count)  # [M, N]
 
     def token(states, inputs):
