@@ -108,7 +108,9 @@ def test_rows_that_end_at_different_lengths_are_the_rows_alone(whole: Whole) -> 
     for row, (source, count) in enumerate(zip(rows, counts)):
         np.testing.assert_array_equal(logits[row, :count], whole.logits[source, :count])
         if count:
-            assert_close("last", whole.logits[source, count - 1], last[row, 0], ROUNDING)  # a product of few rows
+            assert_close(
+                "last", whole.logits[source, count - 1], last[row, 0], ROUNDING
+            )  # a product of few rows
             _, alone = whole.read(whole.tokens[source : source + 1, :count])
             assert_same_state(end, alone, slice(row, row + 1))
     assert not any(np.asarray(leaf[3]).any() for leaf in jax.tree.leaves(end)), "a row without tokens"
@@ -116,7 +118,7 @@ def test_rows_that_end_at_different_lengths_are_the_rows_alone(whole: Whole) -> 
 
 def test_a_row_of_padding_leaves_its_state_alone(whole: Whole) -> None:
     _, state = whole.read(whole.tokens[:, :70])
-    logits, end = whole.read(whole.tokens[:, 70:140], state, lengths=[70, 0])
+    _, end = whole.read(whole.tokens[:, 70:140], state, lengths=[70, 0])
     _, alone = whole.read(whole.tokens[:, 70:140], state)
     assert_same_state(alone, jax.tree.map(lambda leaf: leaf[:1], end), slice(0, 1))
     assert_same_state(state, jax.tree.map(lambda leaf: leaf[1:], end), slice(1, 2))
@@ -157,7 +159,7 @@ def test_decoding_goes_on_where_prefill_stopped(whole: Whole) -> None:
     for at in range(62, 67):
         logits, now = decode(whole.parts, whole.tokens[:, at], now)
         assert_close("logits", whole.logits[:, at], logits, ROUNDING)
-    second, end = whole.read(whole.tokens[:, 67:], now)
+    second, _ = whole.read(whole.tokens[:, 67:], now)
     assert_close("logits", whole.logits[:, 67:], second, ROUNDING)
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, state))
 
