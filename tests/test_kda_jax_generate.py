@@ -159,7 +159,6 @@ def test_rows_decode_side_by_side(parts: SplitModel) -> None:
     [
         ([], {}, "at least one token"),
         ([1, VOCAB], {}, f"{VOCAB} lies outside"),
-        ([1.5], {}, "integers"),
         ([1] * 161, {}, "161 tokens; the model takes 160"),
         ([1], {"max_new_tokens": -1}, "max_new_tokens=-1"),
         ([1], {"temperature": -1.0}, "temperature=-1.0"),
@@ -171,6 +170,11 @@ def test_rows_decode_side_by_side(parts: SplitModel) -> None:
 def test_says_what_is_wrong(parts: SplitModel, prompt: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(parts, prompt, **options)
+
+
+def test_says_that_tokens_must_be_integers(parts: SplitModel) -> None:
+    with pytest.raises(ValueError, match="tokens must be integers, got float64"):
+        prefill(parts, np.array([[1.5]]))
 
 
 def feed(text: str | bytes, stop: Sequence[str] = ()) -> tuple[list[str], TextStream]:
@@ -188,7 +192,7 @@ def feed(text: str | bytes, stop: Sequence[str] = ()) -> tuple[list[str], TextSt
 def test_a_character_is_shown_whole(text: str) -> None:
     pieces, collected = feed(text)
     assert joined(pieces) == collected.text == text
-    assert all(piece in text and (piece == "\ufffd" or "\ufffd" not in piece) for piece in pieces)
+    assert all(piece in text for piece in pieces)  # half a character would show as one that the text has not
     assert pieces[0] == ("" if ord(text[0]) > 127 else text[0])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -80,7 +81,7 @@ run = functools.partial(jax.jit, static_argnames=("graphdef",), donate_argnames=
 
 def decode_tokens(
     split_model: SplitModel,
-    token: ArrayLike,
+    token: ArrayLike | Sequence[int],
     state: ModelState,
     num_tokens: int,
     *,
