@@ -37,7 +37,7 @@ def demo(
     if not model.exists():
         raise CommandError(f"no model at {model}; run this in a checkout, or name a checkpoint with --model")
     source = source or Path(argparse.__file__)
-    loaded, tokenizer = load(model), load_tokenizer(model)
+    loaded, tokenizer = load(model, dtype="float32"), load_tokenizer(model)  # laws on bits hold in float32
     ids = tokenizer.encode(source.read_text(encoding="utf-8"))
     if len(ids) < PROMPT_TOKENS:
         raise CommandError(f"{source} has {len(ids)} tokens; the demo reads at least {PROMPT_TOKENS}")

@@ -146,7 +146,7 @@ def _run_elsewhere(
 
 def resume(folder: Path, state: Path, result: Path, rest: list[int], new_tokens: int, capacity: int) -> None:
     """The second process: goes on from the state in a file, and leaves what it computed in another."""
-    model = load(folder)
+    model = load(folder, dtype="float32")
     found = run(split(model), load_state(state, model), [rest], new_tokens, capacity)
     milliseconds = np.asarray([found.prefill_ms], np.float64)
     save_file({"logits": found.logits, "tokens": found.tokens, "prefill_ms": milliseconds}, result)

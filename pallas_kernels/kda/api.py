@@ -13,16 +13,17 @@ from pallas_kernels.kda import reference, xla
 from pallas_kernels.kda.gate import l2_normalize
 from pallas_kernels.kda.reference import Pack
 
-Counts = jax.Array | np.ndarray | Sequence[int]
+Array = jax.Array | np.ndarray
+Counts = Array | Sequence[int] | Sequence[Sequence[int]]
 
 
 def kda_prefill(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    state: jax.Array | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: Array | None = None,
     *,
     scale: float | None = None,
     qk_l2norm: bool = False,
@@ -69,6 +70,8 @@ def kda_prefill(
 
     Source: Kimi Linear, arXiv:2510.26692, equations 1 and 8 to 10; semantics of fla 0.4 `chunk_kda`.
     """
+    q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
+    state = None if state is None else jnp.asarray(state)
     batch, tokens, value_heads, values, repeats = _check_sequence(q, k, v, g, beta)
     pack = _pack(batch, tokens, cu_seqlens, start, lengths, boundaries)
     sequences = batch if cu_seqlens is None or pack is None else pack.first.shape[0]
@@ -98,12 +101,12 @@ def kda_prefill(
 
 
 def kda_step(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    state: Array,
     *,
     scale: float | None = None,
     qk_l2norm: bool = False,
@@ -121,6 +124,7 @@ def kda_step(
     Raises:
         ValueError: shapes that do not fit.
     """
+    q, k, v, g, beta, state = map(jnp.asarray, (q, k, v, g, beta, state))
     batch, _, value_heads, values, repeats = _check_sequence(*(x[:, None] for x in (q, k, v, g, beta)))
     if state.shape != (batch, value_heads, q.shape[-1], values):
         raise ValueError(

@@ -1,0 +1,140 @@
+"""What a run is: the model, the phases, the optimizer's settings. Fixed at the start, saved, and obeyed on resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kda_jax import ModelConfig
+from tiny_lm.batches import BOS, EOS, PAD
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """`steps` optimizer steps on `batch` windows of `length` tokens, `micro` windows at a time."""
+
+    steps: int
+    batch: int
+    length: int
+    micro: int
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch, self.length, self.micro) < 1 or self.batch % self.micro:
+            raise ValueError(f"{self} needs positive sizes and a batch that micro={self.micro} divides")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Everything that decides a run's numbers, besides the corpus.
+
+    Rates are the peak learning rates of Muon (matrices) and AdamW (all else). `warmup` and `decay` are fractions of
+    all steps: linear up from 0, constant, linear down to 0. `bias_rate` moves the routers' correction biases.
+    """
+
+    model: dict[str, Any]
+    phases: tuple[Phase, ...]
+    seed: int = 0
+    muon_rate: float = 6e-3
+    adam_rate: float = 6e-3
+    weight_decay: float = 0.1
+    warmup: float = 0.03
+    decay: float = 0.7
+    bias_rate: float = 1e-3
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's config."""
+        return ModelConfig(**self.model)
+
+    def rate(self, step: int) -> float:
+        """The schedule's factor in [0, 1] for the step that follows `step` finished ones."""
+        warmup, decay = max(self.warmup * self.steps, 1.0), max(self.decay * self.steps, 1.0)
+        return max(min((step + 1) / warmup, (self.steps - step) / decay, 1.0), 0.0)
+
+    def phase_of(self, step: int) -> tuple[int, int]:
+        """The phase a step belongs to, and the step's place in it."""
+        for index, phase in enumerate(self.phases):
+            if step < phase.steps:
+                return index, step
+            step -= phase.steps
+        raise ValueError(f"the run has {self.steps} steps, there is no step {self.steps + step}")
+
+    def save(self, path: Path) -> None:
+        """Writes the plan as json, whole or not at all."""
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        os.replace(unfinished, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: the file holds no plan.
+        """
+        try:
+            fields = json.loads(path.read_text())
+            return cls(**fields | {"phases": tuple(Phase(**phase) for phase in fields["phases"])})
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no plan of a run ({error}); train into another folder") from error
+
+
+def model_fields() -> dict[str, Any]:
+    """The trained model's sizes, as `ModelConfig` takes them: 2.8 M parameters, 1.3 M of them active for a token."""
+    return dict(
+        vocab_size=260,
+        hidden_size=192,
+        layers=["kda", "kda", "kda", "mla", "kda"],
+        mlps=["dense", *["moe"] * 4],
+        intermediate_size=384,
+        model_max_length=1 << 20,
+        kda_num_heads=2,
+        kda_head_dim=64,
+        num_heads=2,
+        kv_lora_rank=48,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=48,
+        num_experts=8,
+        experts_per_token=2,
+        moe_intermediate_size=96,
+        num_shared_experts=1,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+
+
+def phases(steps: int) -> tuple[Phase, ...]:
+    """`steps` optimizer steps, the last tenth of them on windows four times as long.
+
+    The long windows teach what comes thousands of bytes after the start of a file; attention makes them dearer, so
+    they come when the rate is small and they are worth most.
+    """
+    long = steps // 10
+    short = Phase(steps=steps - long, batch=8, length=2048, micro=2)
+    return (short, Phase(steps=long, batch=4, length=8192, micro=2)) if long else (short,)
+
+
+def plan_steps(steps: int, seed: int) -> Plan:
+    """A run of exactly `steps` optimizer steps."""
+    if steps < 1:
+        raise ValueError(f"{steps=} must be positive")
+    return Plan(model=model_fields(), phases=phases(steps), seed=seed)
+
+
+def plan_minutes(minutes: float, seed: int, measure: Callable[[Plan], float]) -> Plan:
+    """A run that takes about `minutes`: `measure` gives the seconds of a plan's step on this machine."""
+    if not minutes > 0:
+        raise ValueError(f"{minutes=} must be positive; --steps sets the length by itself")
+    short = Plan(model=model_fields(), phases=phases(20)[:1], seed=seed)
+    return plan_steps(max(1, round(60.0 * minutes / measure(short))), seed)
