@@ -26,8 +26,8 @@ class ModelConfig:
 
     vocab_size: int
     hidden_size: int
-    layers: tuple[AttentionKind, ...]
-    mlps: tuple[MlpKind, ...]
+    layers: tuple[str, ...]  # "kda" or "mla"
+    mlps: tuple[str, ...]  # "dense" or "moe"
     intermediate_size: int
     model_max_length: int
     rms_norm_eps: float = 1e-5
