@@ -197,9 +197,7 @@ class Run:
                 done = Progress(number + 1, bits, crowd, seconds, used)
                 if not np.isfinite(done.bits):
                     raise FloatingPointError(f"the loss of step {done.step} is {done.bits}; lower the rates")
-                writer.writerow(
-                    [done.step, repr(done.bits), round(done.imbalance, 3), round(done.seconds, 3)]
-                )
+                writer.writerow([done.step, repr(done.bits), *(round(each, 3) for each in done[2:])])
                 file.flush()
                 if done.step % self.save_every == 0 or done.step == self.plan.steps:
                     self._checkpoints.save(done.step, args=ocp.args.StandardSave(self.state))
@@ -239,9 +237,7 @@ def read_losses(log: Path) -> list[Progress]:
     """All steps that a run has logged."""
     with log.open(newline="") as file:
         rows = list(csv.reader(file))[1:]
-    return [
-        Progress(int(step), float(bits), float(crowd), float(seconds)) for step, bits, crowd, seconds in rows
-    ]
+    return [Progress(int(step), *map(float, rest)) for step, *rest in rows]
 
 
 def _rows_until(log: Path, step: int) -> list[list[str]]:
