@@ -1,6 +1,7 @@
-"""Sums whose order is written down, so that a row's bits do not depend on how many rows there are.
+"""Sums whose order is written down, so that a row's bits do not depend on the program around it.
 
-XLA orders the additions of a reduction by the size of the whole array; it never reorders separate additions.
+XLA orders the additions of a reduction by the size of the whole array and by what it is fused with; it never reorders
+separate additions.
 """
 
 from __future__ import annotations
@@ -10,9 +11,16 @@ import jax.numpy as jnp
 
 
 @jax.custom_vjp
-def sum_of_squares(x: jax.Array) -> jax.Array:
-    """Sum of x^2 over the last axis, kept with size 1: the upper half is added to the lower one, again and again."""
-    total = x * x
+def row_dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Sum of x * y over the last axis, kept with size 1: the upper half is added to the lower one, again and again.
+
+    Args:
+        x, y: [..., C] of one shape and dtype.
+
+    Returns:
+        [..., 1] in their dtype.
+    """
+    total = x * y
     while (width := total.shape[-1]) > 1:
         half = (width + 1) // 2
         upper = jnp.pad(total[..., half:], [(0, 0)] * (x.ndim - 1) + [(0, 2 * half - width)])
@@ -20,12 +28,18 @@ def sum_of_squares(x: jax.Array) -> jax.Array:
     return total
 
 
-def _forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return sum_of_squares(x), x
+def _forward(x: jax.Array, y: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return row_dot(x, y), (x, y)
 
 
-def _backward(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (2.0 * cotangent * x,)
+def _backward(inputs: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, y = inputs
+    return cotangent * y, cotangent * x
 
 
-sum_of_squares.defvjp(_forward, _backward)
+row_dot.defvjp(_forward, _backward)
+
+
+def sum_of_squares(x: jax.Array) -> jax.Array:
+    """`row_dot` of x [..., C] with itself, [..., 1]."""
+    return row_dot(x, x)

@@ -12,7 +12,9 @@ import pytest
 from kda_jax.config import ModelConfig
 from kda_jax.state import KDAState, MLAState, ModelState, empty, grow, nbytes
 
-CONFIG = dataclasses.replace(ModelConfig.tiny(), kda_v_head_dim=40, kda_num_v_heads=8)
+CONFIG = dataclasses.replace(
+    ModelConfig.tiny(), kda_num_heads=4, kda_head_dim=48, kda_v_head_dim=40, kda_num_v_heads=8
+)
 
 
 def test_is_empty_before_the_first_token() -> None:
@@ -25,7 +27,7 @@ def test_is_empty_before_the_first_token() -> None:
             assert (layer.conv.shape, layer.conv.dtype) == ((3, 3, 2 * 4 * 48 + 8 * 40), jnp.bfloat16)
         else:
             assert kind == "mla"
-            assert (layer.latent.shape, layer.latent.dtype) == ((3, 10, 80), jnp.bfloat16)
+            assert (layer.latent.shape, layer.latent.dtype) == ((3, 10, 48 + 16), jnp.bfloat16)
     assert state.capacity == 10
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(state))
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kda_jax import ModelConfig
-from tiny_lm.batches import BOS, EOS, PAD
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,29 +87,8 @@ class Plan:
 
 
 def model_fields() -> dict[str, Any]:
-    """The trained model's sizes, as `ModelConfig` takes them: 2.8 M parameters, 1.3 M of them active for a token."""
-    return dict(
-        vocab_size=260,
-        hidden_size=192,
-        layers=["kda", "kda", "kda", "mla", "kda"],
-        mlps=["dense", *["moe"] * 4],
-        intermediate_size=384,
-        model_max_length=1 << 20,
-        kda_num_heads=2,
-        kda_head_dim=64,
-        num_heads=2,
-        kv_lora_rank=48,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=48,
-        num_experts=8,
-        experts_per_token=2,
-        moe_intermediate_size=96,
-        num_shared_experts=1,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
+    """The trained model's sizes, as `ModelConfig` takes them."""
+    return dataclasses.asdict(ModelConfig.tiny())
 
 
 def phases(steps: int) -> tuple[Phase, ...]:

@@ -13,11 +13,14 @@ cancels, and what underflows is smaller than the rounding of what it would be ad
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.fixed_order import row_dot
 
 BOUNDED_ROWS = 16
 """Rows whose mutual decays may be divided, not multiplied, when no g is below -5: exp(16 * 5) is in range."""
@@ -26,7 +29,7 @@ SHIFT = 40.0
 """Half of that exponent: both factors of a quotient are moved by it, so that neither leaves float32."""
 
 TINY = 8
-"""Products of fewer rows are written as sums: a call into a matrix library costs more than they do."""
+"""Products of fewer rows are written as sums of fixed order: a call into a matrix library costs more than they do."""
 
 
 class Chunk(NamedTuple):
@@ -43,14 +46,14 @@ class Chunk(NamedTuple):
 def product(x: jax.Array, y: jax.Array) -> jax.Array:
     """x @ y over the last two axes, in full float32 everywhere."""
     if x.shape[-2] < TINY:
-        return jnp.sum(x[..., :, :, None] * y[..., None, :, :], axis=-2)
+        return functools.reduce(jnp.add, (x[..., :, j, None] * y[..., j, None, :] for j in range(y.shape[-2])))
     return jnp.matmul(x, y, precision="highest")
 
 
 def product_t(x: jax.Array, y: jax.Array) -> jax.Array:
     """x @ y^T over the last two axes."""
     if x.shape[-2] < TINY:
-        return jnp.sum(x[..., :, None, :] * y[..., None, :, :], axis=-1)
+        return row_dot(*jnp.broadcast_arrays(x[..., :, None, :], y[..., None, :, :]))[..., 0]
     return jnp.matmul(x, jnp.swapaxes(y, -1, -2), precision="highest")
 
 
@@ -63,7 +66,7 @@ def chunk_matrices(q: jax.Array, k: jax.Array, g: jax.Array, bounded: bool) -> C
     *lead, length, channels = q.shape
     size = BOUNDED_ROWS if bounded else 1
     q, k, g = (x.reshape(*lead, length // size, size, channels) for x in (q, k, g))
-    aqk = jnp.eye(size, dtype=q.dtype) * jnp.sum(q * k, axis=-1)[..., None]
+    aqk = jnp.eye(size, dtype=q.dtype) * row_dot(q, k)
     if bounded:
         sums = jnp.einsum(
             "rc,...cd->...rd", jnp.tril(jnp.ones((size, size), g.dtype)), g, precision="highest"
