@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kda_jax.config import ModelConfig
 from kda_jax.layers import KimiDeltaAttention, Linear, Mlp, MultiHeadLatentAttention, SparseMoE
@@ -37,10 +37,17 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerState, *tuple[LayerState, ...]]:
         """As the attention layers: y, the state behind, and with `boundaries` the states there."""
         normal = rms_norm(x, self.input_norm[...], eps=self.eps)
-        y, new, *at = self.attn(normal, state, lengths=lengths, boundaries=boundaries)  # pyright: ignore
+        y, new, *at = self.attn(
+            normal,
+            state,  # pyright: ignore[reportArgumentType]  # each layer gets the kind of state that it makes
+            lengths=lengths,
+            boundaries=boundaries,
+        )
         x = x + y
-        x = x + self.mlp(rms_norm(x, self.post_norm[...], eps=self.eps))
-        return (x, new, *at)
+        normal = rms_norm(x, self.post_norm[...], eps=self.eps)
+        if isinstance(self.mlp, SparseMoE):
+            return (x + self.mlp(normal, _live(x, lengths)), new, *at)
+        return (x + self.mlp(normal), new, *at)
 
 
 class Model(nnx.Module):
@@ -153,6 +160,12 @@ def _attention(
         rngs=rngs,
         dtype=dtype,
     )
+
+
+def _live(x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None) -> Bool[Array, "B T"] | None:
+    if lengths is None:
+        return None
+    return jnp.arange(x.shape[1]) < lengths[:, None]
 
 
 def _last(x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None) -> Float[Array, "B 1 D"]:

@@ -10,7 +10,6 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.flax import load_file
 
 jaxtyping.install_import_hook(["pallas_kernels", "kda_jax"], "beartype.beartype")
@@ -18,12 +17,11 @@ jaxtyping.install_import_hook(["pallas_kernels", "kda_jax"], "beartype.beartype"
 ROOT = Path(__file__).resolve().parent.parent
 GOLDENS = ROOT / "tests" / "goldens"
 
+SPECIAL = ("<bos>", "<eos>", "<pad>", "<unk>")
 BYTE_TOKENIZER = {
     "tokenizer_class": "ByteTokenizer",
     "bos_token": "<bos>",
-    "added_tokens_decoder": {
-        str(256 + i): {"content": name} for i, name in enumerate(("<bos>", "<eos>", "<pad>"))
-    },
+    "added_tokens_decoder": {str(256 + i): {"content": name} for i, name in enumerate(SPECIAL)},
 }
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -46,28 +44,12 @@ def golden() -> Callable[[str], dict[str, np.ndarray]]:
 @pytest.fixture(scope="session")
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random byte-level model of two narrow layers."""
-    import kda_jax  # behind the hook that checks its shapes
+    # behind the hook that checks their shapes
+    from kda_jax.weights import save
+    from random_model import random_model, small_config
 
     folder = tmp_path_factory.mktemp("models") / "bytes"
-    config = kda_jax.ModelConfig(
-        vocab_size=260,
-        hidden_size=32,
-        layers=("kda", "mla"),
-        mlps=("dense", "moe"),
-        intermediate_size=48,
-        model_max_length=4096,
-        kda_num_heads=2,
-        kda_head_dim=16,
-        num_heads=2,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        num_experts=4,
-        experts_per_token=2,
-        moe_intermediate_size=16,
-        num_shared_experts=1,
-    )
-    kda_jax.save(kda_jax.Model(config, rngs=nnx.Rngs(3)), folder)
+    config = small_config(vocab_size=256 + len(SPECIAL), model_max_length=4096)
+    save(random_model(config, seed=3), folder)
     (folder / "tokenizer_config.json").write_text(json.dumps(BYTE_TOKENIZER))
     return folder

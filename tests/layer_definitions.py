@@ -43,7 +43,7 @@ def kda(layer: KimiDeltaAttention, x: Floats) -> KDAResult:
     )
     taps = wide(layer.conv)
     window = np.concatenate([np.zeros((len(taps) - 1, mixed.shape[1])), mixed])
-    mixed = sum(window[tap : tap + len(x)] * taps[tap] for tap in range(len(taps)))
+    mixed = np.sum([window[tap : tap + len(x)] * taps[tap] for tap in range(len(taps))], axis=0)
     mixed = mixed * sigmoid(mixed)
     q, k, v = np.split(mixed, [heads * keys, 2 * heads * keys], axis=-1)
     q, k = (

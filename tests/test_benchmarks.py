@@ -6,19 +6,21 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import boundaries, decode, machine, model, ops, peak, work
-from benchmarks.contest import Contest, Settings, hold
-from benchmarks.contestant import Arrays, Run
+from benchmarks.contest import Contest, Outcome, Settings, hold
+from benchmarks.contestant import Arrays, Contestant, Run
 from benchmarks.inputs import Case, Inputs, draw
 from benchmarks.jax_contestants import JaxContestant
 from benchmarks.peers import OURS, OURS_WITH_GATE, PEERS
 from benchmarks.timing import Contender, Timing, race, speedup
 from kda_jax.config import ModelConfig
+from random_model import small_config
 
 SCAN = PEERS[0]
 SMALL = {"H": 1, "K": 16, "V": 16}
@@ -39,14 +41,8 @@ def silent(text: str) -> None:
 
 
 def one_config() -> ModelConfig:
-    """The smallest model with every kind of layer."""
-    return ModelConfig(
-        vocab_size=64, hidden_size=32, layers=("kda", "mla"), mlps=("dense", "moe"), intermediate_size=32,
-        model_max_length=256, kda_num_heads=1, kda_head_dim=16, num_heads=1, kv_lora_rank=16,
-        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, num_experts=4, experts_per_token=2,
-        moe_intermediate_size=16, num_shared_experts=1, routed_scaling_factor=2.446,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+    """A small model; transformers' own ids of special tokens would be beyond its vocabulary."""
+    return small_config(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
 
 def test_race_interleaves_and_gives_slow_contenders_fewer_rounds():
@@ -169,7 +165,7 @@ def test_who_disagrees_is_not_timed(spoil, what, factor, why):
         assert spoiled[0]["both_ms"] is None and spoiled[0]["forward_ms"] > 0
 
 
-def judged(peer: Spoiled):
+def judged(peer: Contestant) -> Outcome:
     """A contest between ours and one peer."""
     case = Case(gate="bounded", T=64, **SMALL)
     return hold(case, SHORTEST, ours=OURS, ours_with_gate=OURS_WITH_GATE, peers=(peer,), log=silent)
@@ -182,7 +178,7 @@ def test_a_peer_that_raises_is_refused_with_its_reason():
 
         return lambda case, inputs: operator
 
-    outcome = judged(JaxContestant(name="raises", package="jax", load=load))  # pyright: ignore
+    outcome = judged(JaxContestant(name="raises", package="jax", load=load))
     assert [refusal["reason"] for refusal in outcome.refused] == ["NotImplementedError: no such gate"]
     assert [record["impl"] for record in outcome.results] == ["ours"]
 
@@ -278,7 +274,7 @@ def test_model_reports_what_it_promises(tmp_path: Path):
 
 
 def test_model_refuses_other_weights():
-    class Fixed:
+    class Fixed:  # all that `compare` asks of a contestant
         def __init__(self, name: str, factor: float):
             self.name, self.factor = name, factor
 
@@ -286,8 +282,9 @@ def test_model_refuses_other_weights():
             return self.factor * np.ones((*tokens.shape, 4), np.float32)
 
     settings = model.Settings(compared=5)
+    contestants: list[Any] = [Fixed("ours", 1.0), Fixed("other", 1.001)]
     with pytest.raises(RuntimeError, match=r"other's logits differ from ours by 1\.0e-03"):
-        model.compare([Fixed("ours", 1.0), Fixed("other", 1.001)], one_config(), settings)  # pyright: ignore
+        model.compare(contestants, one_config(), settings)
 
 
 def test_llama_cpp_is_inferred_from_the_ratio_to_transformers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from kda_jax.commands.generate import generate as command
 from kda_jax.forward import SplitModel, decode, prefill, split
 from kda_jax.generate import decode_tokens, generate, stream
 from kda_jax.generate.text import TextStream
@@ -47,6 +49,16 @@ def assert_same(want: ModelState, got: ModelState) -> None:
         if a.ndim == 3 and a.shape[1] >= count:  # latents, of which the rest is dead
             a, b = a[:, :count], b[:, :count]
         np.testing.assert_array_equal(a, b)
+
+
+def test_the_ways_to_generate_have_the_same_options() -> None:
+    options = inspect.signature(generate).parameters
+    assert options == inspect.signature(stream).parameters
+    for narrower in (make_sampler, command):
+        shared = inspect.signature(narrower).parameters
+        same = {name: shared[name].default for name in options if name in shared and name != "model"}
+        assert same == {name: options[name].default for name in same}
+    assert len(same) >= 8
 
 
 def joined(pieces: Sequence[str | int]) -> str:

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from kda_jax.forward import SplitModel, decode, prefill, split
+from kda_jax.layers import MultiHeadLatentAttention
 from kda_jax.model import Block, Model
 from kda_jax.state import KDAState, ModelState
 from kda_jax.weights import load
@@ -117,6 +118,7 @@ def test_a_row_that_was_padded_on_the_left_is_the_row_alone(parts: SplitModel, w
 def test_latent_norms_have_their_own_eps(model: Model, want: Arrays) -> None:
     """Latents a thousand times smaller: eps 1e-5 in their norm would change the logits by 0.21."""
     attn = model.layers[3].attn
+    assert isinstance(attn, MultiHeadLatentAttention)
     start = attn.in_proj.sizes[0]
     kernel = attn.in_proj.kernel[...]
     small = kernel.at[:, start : start + attn.rank].multiply(jnp.float32(1e-3))

@@ -5,6 +5,7 @@ Prefill calls that are cut on the chunk grid promise bits; other cuts, and decod
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from flax import nnx
 from kda_jax.config import ModelConfig
 from kda_jax.forward import SplitModel, decode, prefill, split
 from kda_jax.layers import KimiDeltaAttention, MultiHeadLatentAttention
-from kda_jax.state import KDAState, ModelState
+from kda_jax.state import KDAState, MLAState, ModelState
 from measure import assert_close
 from random_model import random_model, small_config
 
@@ -43,11 +44,11 @@ class Whole:
     def read(
         self, tokens: np.ndarray, state: ModelState | None = None, **options: Any
     ) -> tuple[np.ndarray, Any, *tuple[Any, ...]]:
-        logits, *states = prefill(self.parts, tokens, state, capacity=CAPACITY, **options)
-        return np.asarray(logits), *states
+        logits, end, *at = prefill(self.parts, tokens, state, capacity=CAPACITY, **options)
+        return np.asarray(logits), end, *at
 
 
-@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
+@pytest.fixture(scope="module", params=MODELS.values(), ids=list(MODELS))
 def whole(request: pytest.FixtureRequest) -> Whole:
     return Whole(small_config(**request.param))
 
@@ -58,9 +59,11 @@ def assert_same_state(want: ModelState, got: ModelState, rows: slice = slice(Non
         position = np.asarray(a.position)[rows]
         np.testing.assert_array_equal(position, b.position)
         if isinstance(a, KDAState):
+            assert isinstance(b, KDAState)
             np.testing.assert_array_equal(np.asarray(a.recurrent)[rows], b.recurrent)
             np.testing.assert_array_equal(np.asarray(a.conv)[rows], b.conv)
         else:
+            assert isinstance(b, MLAState)
             for row, count in enumerate(position):
                 live = np.asarray(a.latent)[rows][row, :count]
                 np.testing.assert_array_equal(live, b.latent[row, :count])
@@ -230,3 +233,18 @@ def test_the_tiny_models_prefill_cut_on_the_grid_has_the_bits_of_one_call() -> N
         second, end = tiny.read(tiny.tokens[:, cut:], state)
         np.testing.assert_array_equal(np.concatenate([first, second], axis=1), tiny.logits)
         assert_same_state(tiny.end, end)
+
+
+@pytest.mark.slow
+def test_at_real_head_sizes_boundaries_change_no_bit() -> None:
+    """Sums over 64 channels are long enough for XLA to order them by the program they stand in."""
+    config = dataclasses.replace(ModelConfig.tiny(), layers=("kda", "mla"), mlps=("dense", "moe"))
+    parts, tokens = split(random_model(config)), np.random.default_rng(5).integers(0, 256, (1, 700))
+    logits, end = prefill(parts, tokens)
+    boundaries = [300, 64, 640]
+    with_boundaries, same_end, checkpoints = prefill(parts, tokens, boundaries=boundaries)
+    np.testing.assert_array_equal(np.asarray(with_boundaries), np.asarray(logits))
+    assert_same_state(end, same_end)
+    for boundary, checkpoint in zip(boundaries, checkpoints, strict=True):
+        _, alone = prefill(parts, tokens[:, :boundary], capacity=700)
+        assert_same_state(alone, checkpoint)

@@ -34,7 +34,7 @@ def make_kda(**options: Any) -> KimiDeltaAttention:
 
 
 def make_mla(**options: Any) -> MultiHeadLatentAttention:
-    sizes = dict(kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=4, v_head_dim=6)
+    sizes: dict[str, Any] = dict(kv_lora_rank=12, qk_nope_head_dim=10, qk_rope_head_dim=4, v_head_dim=6)
     layer = MultiHeadLatentAttention(WIDTH, 3, rngs=nnx.Rngs(1), **sizes | options)
     layer.kv_norm = nnx.Param(jnp.linspace(0.5, 1.5, 12, dtype=jnp.float32))
     return layer

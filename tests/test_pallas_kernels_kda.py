@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 from measure import assert_close
 from pallas_kernels import kda_gate, kda_prefill, kda_step, l2_normalize
 
 LB = -5.0
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "reference": dict(implementation="reference"),
     "xla16": dict(implementation="xla", chunk_size=16),
     "xla32": dict(implementation="xla", chunk_size=32),
@@ -52,7 +54,16 @@ def test_golden(golden, case, name):
 
 
 def inputs(
-    gate: str, *, batch=1, tokens=75, heads=2, keys=16, values=24, states=None, seed=0, dtype=np.float32
+    gate: str,
+    *,
+    batch=1,
+    tokens=75,
+    heads=2,
+    keys=16,
+    values=24,
+    states=None,
+    seed=0,
+    dtype: DTypeLike = np.float32,
 ):
     """Random q, k (unit length), v, g, beta and state, with g of the kind asked for."""
     random = np.random.default_rng(seed)
@@ -75,7 +86,7 @@ def inputs(
     return tuple(np.asarray(x, dtype) for x in (q, k, v, g, beta, state))
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grid": (dict(batch=2), {}),
     "resumed": (dict(batch=2), dict(start=[5, 130], lengths=[75, 50])),
     "pack": (dict(states=5), dict(cu_seqlens=[0, 1, 1, 2, 40, 70])),
@@ -266,8 +277,8 @@ def test_any_size_and_grouped_value_heads(implementation, keys, values, heads, v
     out, final = kda_prefill(q, k, v, g, beta, state, implementation=implementation)
     with jax.enable_x64(True):
         repeated = [np.repeat(x, value_heads // heads, axis=2).astype(np.float64) for x in (q, k)]
-        wide = [x.astype(np.float64) for x in (v, g, beta, state)]
-        want, last = map(np.asarray, kda_prefill(*repeated, *wide, implementation="reference"))
+        wide = repeated + [x.astype(np.float64) for x in (v, g, beta, state)]
+        want, last = map(np.asarray, kda_prefill(*wide, implementation="reference"))
     assert_close("out", want, out, 5e-6)
     assert_close("state", last, final, 5e-6)
 
@@ -301,7 +312,7 @@ def test_options():
         1e-6,
     )
     half = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-    out, final = kda_prefill(*half, g, beta, state, qk_l2norm=True)
+    out, final = kda_prefill(*half, g=g, beta=beta, state=state, qk_l2norm=True)
     assert out.dtype == jnp.bfloat16 and final.dtype == jnp.float32
     forgotten = g.copy()
     forgotten[:, 7] = -np.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +84,7 @@ def make_optimizer(plan: Plan) -> optax.GradientTransformation:
     Source: Jordan et al., Muon (2024); update size matched to AdamW's as in arXiv:2502.16982, section 2.2.
     """
 
-    def dimensions(stacks: Parts) -> dict[str, MuonDimensionNumbers | None]:
+    def dimensions(stacks: Any) -> dict[str, Any]:
         matrix = MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
         return {name: matrix if name.startswith(MATRICES) else None for name in stacks}
 
@@ -106,17 +107,18 @@ def make_optimizer(plan: Plan) -> optax.GradientTransformation:
 
 def stacked(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Runs `inner` on stacks of parts of one shape: some ten products an iteration instead of hundreds, and a
-    program that compiles in seconds instead of minutes."""
+    program that compiles in seconds instead of minutes. Its trees are Parts, where optax's types allow any."""
 
-    def update(
-        grads: Parts, state: optax.OptState, parts: Parts | None = None
-    ) -> tuple[Parts, optax.OptState]:
-        if parts is None:
+    def init(params: Any) -> optax.OptState:
+        return inner.init(_stack(params))
+
+    def update(updates: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+        if params is None:
             raise ValueError("this optimizer decays weights; give it the parameters too")
-        updates, state = inner.update(_stack(grads), state, _stack(parts))
-        return _unstack(updates, grads), state
+        stacks, state = inner.update(_stack(updates), state, _stack(params))
+        return _unstack(cast(Parts, stacks), updates), state
 
-    return optax.GradientTransformation(lambda parts: inner.init(_stack(parts)), update)
+    return optax.GradientTransformation(init, update)
 
 
 def _stack_name(path: str, value: jax.Array) -> str:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kda_jax import Model, ModelConfig, split
+from kda_jax.layers import SparseMoE
+from kda_jax.layers.moe import Router, Routing
 from tiny_lm.batches import Windows
 from tiny_lm.corpus import Source
 from tiny_lm.optimizer import Parts, make_optimizer, put_together, take_apart
@@ -46,15 +48,15 @@ class Progress(NamedTuple):
     core_seconds: float
 
 
-class CountingRouter(nnx.Module):
-    """A router that notes how often it chose each expert."""
+class CountingRouter(Router):
+    """The same router, which notes how often it chose each expert."""
 
-    def __init__(self, router: nnx.Module) -> None:
-        self.router = router
+    def __init__(self, router: Router) -> None:
+        self.config, self.kernel, self.bias = router.config, router.kernel, router.bias
         self.load = nnx.Intermediate(jnp.zeros(router.bias.shape, jnp.float32))
 
-    def __call__(self, x: jax.Array) -> Any:
-        routing = self.router(x)
+    def __call__(self, x: jax.Array) -> Routing:
+        routing = super().__call__(x)
         chosen = jax.nn.one_hot(routing.experts, self.load.shape[0], dtype=jnp.float32)
         self.load[...] = jax.lax.stop_gradient(chosen.sum(tuple(range(chosen.ndim - 1))))
         return routing
@@ -97,7 +99,7 @@ class Trainee:
         routers = {}
         for i, layer in enumerate(model.layers):
             path = f"layers.{i}.mlp.router.bias"
-            if path in biases:
+            if isinstance(layer.mlp, SparseMoE):
                 layer.mlp.router = routers[path] = CountingRouter(layer.mlp.router)
         logits, _ = model(windows[:, :-1])
         bits = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), windows[:, 1:])
@@ -136,7 +138,7 @@ def make_step(
 
     def update(state: TrainState, load: Parts, grads: Parts) -> tuple[TrainState, jax.Array]:
         updates, moments = optimizer.update(grads, state.optimizer, state.weights)
-        weights = optax.apply_updates(state.weights, updates)
+        weights = cast(Parts, optax.apply_updates(state.weights, updates))
         biases = {
             path: bias + plan.bias_rate * jnp.sign(load[path].mean() - load[path])
             for path, bias in state.biases.items()
@@ -230,7 +232,7 @@ class Run:
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), jax.eval_shape(new)
         )
-        return self._checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))
+        return cast(TrainState, self._checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes)))
 
 
 def read_losses(log: Path) -> list[Progress]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -51,7 +51,9 @@ def generate(
         ids = _encode(tokenizer, text, chat, resumed=resume is not None)
     if not ids:
         raise CommandError("the prompt is empty; give at least one token to go on from")
-    sampling: dict[str, Any] = dict(
+    pieces = kda_jax.stream(
+        loaded,
+        ids,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -63,7 +65,6 @@ def generate(
         tokenizer=tokenizer,
         state=None if resume is None else kda_jax.load_state(resume, loaded),
     )
-    pieces = kda_jax.stream(loaded, ids, **sampling)
     try:
         while True:
             _write(piece if isinstance(piece := next(pieces), str) else f"{piece} ")

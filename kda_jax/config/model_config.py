@@ -157,8 +157,8 @@ class ModelConfig:
 
     @classmethod
     def tiny(cls) -> ModelConfig:
-        """The byte-level model of `examples/`: 256 bytes and four special tokens, 2.9 M parameters, 1.3 M of them active
-        for a token."""
+        """The byte-level model of `examples/`: 256 bytes and four special tokens, 2.9 M parameters, 1.3 M of which
+        work on a token."""
         return cls(
             vocab_size=260, hidden_size=192, layers=(*_PERIOD, "kda"), mlps=_mlps(5),
             intermediate_size=384, model_max_length=1 << 20,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kda_jax.config import ModelConfig
 from kda_jax.layers.mlp import Mlp
@@ -92,9 +92,14 @@ class SparseMoE(nnx.Module):
         """The experts and weights this layer would use for `x`."""
         return self.router(x)
 
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    def __call__(
+        self, x: Float[Array, "*rows D"], live: Bool[Array, "*rows"] | None = None
+    ) -> Float[Array, "*rows D"]:
+        """Mixes the experts of each row. Rows that are not `live` (padding) cost no expert; their y means nothing."""
         rows = x.reshape(-1, x.shape[-1])
         experts, weights = self.router(rows)
+        if live is not None:
+            experts = jnp.where(live.reshape(-1, 1), experts, -1)
         y = expert_mlp(rows, experts, weights, self.w_gate_up[...], self.w_down[...])
         if self.shared is not None:
             y = y + self.shared(rows)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.kda import reference, xla
@@ -34,7 +35,7 @@ def kda_prefill(
     gate_lower_bound: float | None = None,
     chunk_size: int | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, *tuple[jax.Array, ...]]:
     """Kimi Delta Attention over a sequence: S <- Diag(exp g) S; S <- S + beta k (v - S^T k)^T; o = S^T (scale q).
 
     All arithmetic on the state is float32. The result for a token never depends on later tokens, nor on other rows
@@ -96,8 +97,8 @@ def kda_prefill(
         {"xla": Backend(xla.prefill, _xla_refusal(q, v, state)), "reference": Backend(_reference_prefill)},
     )
     q, k = _ready_queries_keys(q, k, scale, qk_l2norm, repeats)
-    out, state, states = run(q, k, v, g, beta, state, pack, at, gate_lower_bound, chunk_size)
-    return (out, state) if boundaries is None else (out, state, states)
+    out, final, states = run(q, k, v, g, beta, state, pack, at, gate_lower_bound, chunk_size)
+    return (out, final) if boundaries is None else (out, final, states)
 
 
 def kda_step(
@@ -177,7 +178,7 @@ def _pack(batch, tokens, cu_seqlens, start, lengths, boundaries) -> Pack | None:
         cu = jnp.asarray(cu_seqlens, jnp.int32)
         if cu.ndim != 1 or cu.shape[0] < 2:
             raise ValueError(f"cu_seqlens must be [N + 1] with N >= 1, got shape {cu.shape}")
-        if not isinstance(cu, jax.core.Tracer):
+        if not isinstance(cu, Tracer):
             host = np.asarray(cu)
             if host[0] != 0 or (np.diff(host) < 0).any() or host[-1] > tokens:
                 raise ValueError(f"cu_seqlens must rise from 0 to at most T={tokens}, got {host.tolist()}")
@@ -199,7 +200,7 @@ def _boundaries(boundaries: Counts, sequences: int, tokens: int) -> jax.Array:
         array = jnp.broadcast_to(array, (sequences, array.shape[0]))
     if array.ndim != 2 or array.shape[0] != sequences:
         raise ValueError(f"boundaries must be [NB] or [{sequences}, NB], got {array.shape}")
-    if not isinstance(array, jax.core.Tracer):
+    if not isinstance(array, Tracer):
         host = np.asarray(array)
         if host.size and (host.min() < 0 or host.max() > tokens):
             raise ValueError(f"boundaries are token counts of this call, 0..{tokens}, got {host.tolist()}")
@@ -231,6 +232,9 @@ def _reference_prefill(q, k, v, g, beta, states, pack, boundaries, gate_lower_bo
     if pack is None:
         rows = jnp.arange(batch, dtype=jnp.int32)
         pack = Pack(rows * tokens, jnp.full_like(rows, tokens), jnp.zeros_like(rows))
-    flat = (x.astype(states.dtype).reshape(batch * tokens, *x.shape[2:]) for x in (q, k, v, g, beta))
-    out, final, at = reference.recurrence(*flat, states, pack, boundaries)
-    return out.reshape(v.shape).astype(v.dtype), final, at
+    shape, dtype = v.shape, v.dtype
+    q, k, v, g, beta = (
+        x.astype(states.dtype).reshape(batch * tokens, *x.shape[2:]) for x in (q, k, v, g, beta)
+    )
+    out, final, at = reference.recurrence(q, k, v, g, beta, states, pack, boundaries)
+    return out.reshape(shape).astype(dtype), final, at

@@ -46,7 +46,9 @@ class Chunk(NamedTuple):
 def product(x: jax.Array, y: jax.Array) -> jax.Array:
     """x @ y over the last two axes, in full float32 everywhere."""
     if x.shape[-2] < TINY:
-        return functools.reduce(jnp.add, (x[..., :, j, None] * y[..., j, None, :] for j in range(y.shape[-2])))
+        return functools.reduce(
+            jnp.add, (x[..., :, j, None] * y[..., j, None, :] for j in range(y.shape[-2]))
+        )
     return jnp.matmul(x, y, precision="highest")
 
 

@@ -56,7 +56,7 @@ def recurrence(
         return states.at[n].set(state), (out, None if boundaries is None else state)
 
     final, (out, trace) = jax.lax.scan(token, states, ((q, k, v, g, beta), belongs))
-    if boundaries is None:
+    if boundaries is None or trace is None:
         return out, final, None
     at = trace[jnp.maximum(pack.first[:, None] + boundaries - 1, 0)]  # [N, NB, H, K, V]
     return out, final, jnp.where((boundaries == 0)[..., None, None, None], states[:, None], at)
