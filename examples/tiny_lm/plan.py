@@ -39,8 +39,8 @@ class Plan:
     muon_rate: float = 6e-3
     adam_rate: float = 6e-3
     weight_decay: float = 0.1
-    warmup: float = 0.03
-    decay: float = 0.7
+    warmup: float = 0.045
+    decay: float = 0.55
     bias_rate: float = 1e-3
 
     @property
