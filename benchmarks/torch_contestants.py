@@ -39,7 +39,7 @@ def load(function: str) -> tuple[Any, Callable[..., Any]]:
     try:
         distribution = metadata.distribution("fla-core")
     except metadata.PackageNotFoundError as error:
-        raise Absent("fla-core is not installed (pip install --no-deps fla-core einops)") from error
+        raise Absent("fla-core is not installed (pip install fla-core)") from error
     path = Path(str(distribution.locate_file(FILE)))
     spec = importlib.util.spec_from_file_location("fla_ops_kda_naive", path)
     if not path.exists() or spec is None or spec.loader is None:
