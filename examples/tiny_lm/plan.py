@@ -43,6 +43,11 @@ class Plan:
     decay: float = 0.55
     bias_rate: float = 1e-3
 
+    def __post_init__(self) -> None:
+        if not self.phases:
+            raise ValueError("a plan needs one phase or more")
+        _config(self.model)
+
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
@@ -51,7 +56,7 @@ class Plan:
     @property
     def config(self) -> ModelConfig:
         """The model's config."""
-        return ModelConfig(**self.model)
+        return _config(self.model)
 
     def rate(self, step: int) -> float:
         """The schedule's factor in [0, 1] for the step that follows `step` finished ones."""
@@ -82,8 +87,14 @@ class Plan:
         try:
             fields = json.loads(path.read_text())
             return cls(**fields | {"phases": tuple(Phase(**phase) for phase in fields["phases"])})
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no plan of a run ({error}); train into another folder") from error
+
+
+def _config(fields: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    )
 
 
 def model_fields() -> dict[str, Any]:
