@@ -28,13 +28,13 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+import kda_jax
 from tiny_lm import corpus, measure
 from tiny_lm.plan import Plan, model_fields, phases
 from tiny_lm.plot import save_curve
 from tiny_lm.store import store_model
 from tiny_lm.train import Run, read_losses
-
-import kda_jax
 
 
 def main(
@@ -54,7 +54,7 @@ def main(
     try:
         train(out, minutes=minutes, steps=steps, seed=seed, source=source)
     except (ValueError, OSError, FloatingPointError) as error:
-        print(f"train_tiny: {error}", file=sys.stderr)
+        print(f"train_tiny: {' '.join(str(error).split())}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
@@ -64,12 +64,12 @@ def main(
 def train(out: Path, *, minutes: float, steps: int | None, seed: int, source: Path | None) -> None:
     """Makes or resumes the run in `out`, finishes it, and measures what it made."""
     out.mkdir(parents=True, exist_ok=True)
-    split = corpus.split_sources(corpus.find_sources(source), seed=seed)
-    print(f"{_size(split.train)} to train on, {_size(split.held_out)} held out")
     path = out / "plan.json"
-    if path.exists():
-        plan = Plan.load(path)
-    else:
+    plan = Plan.load(path) if path.exists() else None
+    # A resumed run keeps its split: under another seed it would be measured on files it was trained on.
+    split = corpus.split_sources(corpus.find_sources(source), seed=seed if plan is None else plan.seed)
+    print(f"{_size(split.train)} to train on, {_size(split.held_out)} held out")
+    if plan is None:
         plan = _plan(steps, minutes, seed, split.train)
         plan.save(path)
     run = Run(plan, out, split.train)
@@ -92,7 +92,8 @@ def train(out: Path, *, minutes: float, steps: int | None, seed: int, source: Pa
 def _plan(steps: int | None, minutes: float, seed: int, sources: tuple[corpus.Source, ...]) -> Plan:
     if steps is None:
         print("measuring a step of each kind (compiles first)")
-        trial = Plan(model=model_fields(), phases=phases(10), seed=seed)
+        # Enough steps for every phase to have one, in its share of the whole.
+        trial = Plan(model=model_fields(), phases=phases(1000), seed=seed)
         with tempfile.TemporaryDirectory() as folder:
             run = Run(trial, Path(folder), sources)
             seconds = [run.seconds_per_step(index) for index in range(len(trial.phases))]
