@@ -23,7 +23,7 @@ demo: $(VENV)/.installed
 	@$(python) -m kda_jax demo
 
 test: $(VENV)/.installed-dev
-	@$(python) -m pytest -q -n $(WORKERS) -m 'not parity' $(TESTS)
+	@$(python) -m pytest -q -n $(WORKERS) --dist loadfile -m 'not parity' $(TESTS)
 
 parity: $(VENV)/.installed-parity
 	@$(python) -m pytest -q -m parity $(TESTS)
