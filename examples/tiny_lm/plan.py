@@ -92,9 +92,10 @@ class Plan:
 
 
 def _config(fields: dict[str, Any]) -> ModelConfig:
-    return ModelConfig(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    )
+    sizes: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return ModelConfig(**sizes)
 
 
 def model_fields() -> dict[str, Any]:
