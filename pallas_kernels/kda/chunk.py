@@ -33,19 +33,28 @@ TINY = 8
 
 
 class Chunk(NamedTuple):
-    """What a chunk does to any state; leading axes [..., L, ...] are the caller's."""
+    """What a chunk does to any state; leading axes [..., L, ...] are the caller's.
 
-    kw: jax.Array  # [..., L, K]
-    qe: jax.Array  # [..., L, K]
+    Keys and queries that are treated alike stand in one array, keys first, on an axis of two.
+    """
+
+    reads: jax.Array  # [..., 2, L, K]: kw, qe
     ke: jax.Array  # [..., L, K]
     decay: jax.Array  # [..., K]
-    akk: jax.Array  # [..., L, L], strictly lower, without beta
-    aqk: jax.Array  # [..., L, L], lower
+    pairs: jax.Array  # [..., 2, L, L]: Akk without beta (strictly lower), Aqk (lower)
+
+
+class Level(NamedTuple):
+    """The blocks of one size on the way from rows to a chunk, [..., number of blocks, ...]."""
+
+    reads: jax.Array  # [..., N, 2, size, K]
+    ke: jax.Array  # [..., N, size, K]
+    total: jax.Array  # [..., N, K], the whole block's decay
 
 
 def product(x: jax.Array, y: jax.Array) -> jax.Array:
     """x @ y over the last two axes, in full float32 everywhere."""
-    if x.shape[-2] < TINY:
+    if y.shape[-2] < TINY:
         return functools.reduce(
             jnp.add, (x[..., :, j, None] * y[..., j, None, :] for j in range(y.shape[-2]))
         )
@@ -54,58 +63,94 @@ def product(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def product_t(x: jax.Array, y: jax.Array) -> jax.Array:
     """x @ y^T over the last two axes."""
-    if x.shape[-2] < TINY:
+    if y.shape[-2] < TINY:
         return row_dot(*jnp.broadcast_arrays(x[..., :, None, :], y[..., None, :, :]))[..., 0]
     return jnp.matmul(x, jnp.swapaxes(y, -1, -2), precision="highest")
 
 
-def chunk_matrices(q: jax.Array, k: jax.Array, g: jax.Array, bounded: bool) -> Chunk:
+def both(x: jax.Array) -> jax.Array:
+    """[..., 2, L, C] as the rows [..., 2 L, C] of one product."""
+    return x.reshape(*x.shape[:-3], 2 * x.shape[-2], x.shape[-1])
+
+
+def apart(x: jax.Array) -> jax.Array:
+    """The inverse of `both`."""
+    return x.reshape(*x.shape[:-2], 2, x.shape[-2] // 2, x.shape[-1])
+
+
+def chunk_matrices(q: jax.Array, k: jax.Array, g: jax.Array, bounded: bool) -> tuple[Chunk, list[Level]]:
     """Builds a chunk's matrices from q (scaled), k and g, each [..., L, K] with L a power of two from 16.
 
     Blocks of one row (of 16 rows when `bounded`) become one chunk by joining neighbours: the later block's rows meet
     the earlier block's across the border between them, each decayed to that border and no further.
+
+    Returns:
+        The chunk, and the levels that were joined, the smallest blocks first: its gradient reads them.
     """
     *lead, length, channels = q.shape
     size = BOUNDED_ROWS if bounded else 1
     q, k, g = (x.reshape(*lead, length // size, size, channels) for x in (q, k, g))
-    aqk = jnp.eye(size, dtype=q.dtype) * row_dot(q, k)
-    if bounded:
-        sums = jnp.einsum(
-            "rc,...cd->...rd", jnp.tril(jnp.ones((size, size), g.dtype)), g, precision="highest"
-        )
-        head = jnp.exp(sums)
-        back = jnp.exp(-sums)  # 1 / head would square an underflowing number in the gradient
-        tail = head[..., -1:, :] * back
-        forth, back = head * math.exp(SHIFT), k * (back * math.exp(-SHIFT))
-        below = jnp.tril(jnp.ones((size, size), bool), -1)
-        akk = jnp.where(below, product_t(k * forth, back), 0.0)
-        aqk = aqk + jnp.where(below, product_t(q * forth, back), 0.0)
-        kw, qe, ke, total = k * head, q * head, k * tail, head[..., -1, :]
-    else:
-        decay = jnp.exp(g)
-        kw, qe, ke, total, akk = k * decay, q * decay, k, decay[..., 0, :], jnp.zeros_like(aqk)
+    level, pairs = _blocks_of_many(q, k, g) if bounded else _blocks_of_one(q, k, g)
+    levels = []
     while size < length:
-        (kw0, kw1), (qe0, qe1), (ke0, ke1) = (_neighbours(x, 3) for x in (kw, qe, ke))
-        (akk0, akk1), (aqk0, aqk1), (total0, total1) = (
-            _neighbours(akk, 3),
-            _neighbours(aqk, 3),
-            _neighbours(total, 2),
+        levels.append(level)
+        (reads0, reads1), (ke0, ke1), (total0, total1) = halves(level)
+        pairs0, pairs1 = _neighbours(pairs, 4)
+        pairs = _join(pairs0, apart(product_t(both(reads1), ke0)), pairs1)
+        level = Level(
+            jnp.concatenate([reads0, reads1 * total0[..., None, None, :]], axis=-2),
+            jnp.concatenate([ke0 * total1[..., None, :], ke1], axis=-2),
+            total0 * total1,
         )
-        akk = _join(akk0, product_t(kw1, ke0), akk1)
-        aqk = _join(aqk0, product_t(qe1, ke0), aqk1)
-        kw = jnp.concatenate([kw0, kw1 * total0[..., None, :]], axis=-2)
-        qe = jnp.concatenate([qe0, qe1 * total0[..., None, :]], axis=-2)
-        ke = jnp.concatenate([ke0 * total1[..., None, :], ke1], axis=-2)
-        total = total0 * total1
         size *= 2
     return Chunk(
-        kw[..., 0, :, :],
-        qe[..., 0, :, :],
-        ke[..., 0, :, :],
-        total[..., 0, :],
-        akk[..., 0, :, :],
-        aqk[..., 0, :, :],
+        level.reads[..., 0, :, :, :], level.ke[..., 0, :, :], level.total[..., 0, :], pairs[..., 0, :, :, :]
+    ), levels
+
+
+def _blocks_of_one(q: jax.Array, k: jax.Array, g: jax.Array) -> tuple[Level, jax.Array]:
+    """Blocks of one row, and their pairs [..., N, 2, 1, 1]: a query reads its own token's key undecayed."""
+    decay = jnp.exp(g)
+    diagonal = row_dot(q, k)
+    return Level(jnp.stack([k * decay, q * decay], axis=-3), k, decay[..., 0, :]), jnp.stack(
+        [jnp.zeros_like(diagonal), diagonal], axis=-3
     )
+
+
+class Quotients(NamedTuple):
+    """The factors of blocks whose mutual decays are divided: exp(G_r - G_c) = forth_r * back_c."""
+
+    head: jax.Array  # exp(G_r): from the block's first row to r, both included
+    tail: jax.Array  # exp(G_last - G_c): behind c to the block's end
+    forth: jax.Array
+    back: jax.Array
+
+
+def quotients(g: jax.Array) -> Quotients:
+    """The factors for g [..., size, K]."""
+    sums = jnp.einsum("rc,...cd->...rd", lower_ones(g.shape[-2], g.dtype), g, precision="highest")
+    head, back = jnp.exp(sums), jnp.exp(-sums)
+    return Quotients(head, head[..., -1:, :] * back, head * math.exp(SHIFT), back * math.exp(-SHIFT))
+
+
+def lower_ones(size: int, dtype: jnp.dtype) -> jax.Array:
+    """[size, size] with ones on and below the diagonal."""
+    return jnp.tril(jnp.ones((size, size), dtype))
+
+
+def _blocks_of_many(q: jax.Array, k: jax.Array, g: jax.Array) -> tuple[Level, jax.Array]:
+    size = g.shape[-2]
+    head, tail, forth, back = quotients(g)
+    rows = jnp.stack([k, q], axis=-3)
+    pairs = apart(product_t(both(rows * forth[..., None, :, :]), k * back))
+    pairs = jnp.where(jnp.tril(jnp.ones((size, size), bool), -1), pairs, 0.0)
+    pairs = pairs.at[..., 1, :, :].add(jnp.eye(size, dtype=q.dtype) * row_dot(q, k))
+    return Level(rows * head[..., None, :, :], k * tail, head[..., -1, :]), pairs
+
+
+def halves(level: Level) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Each array of a level as its even and its odd blocks, which are neighbours."""
+    return _neighbours(level.reads, 4), _neighbours(level.ke, 3), _neighbours(level.total, 2)
 
 
 def unit_lower_inverse(a: jax.Array) -> jax.Array:
@@ -123,7 +168,6 @@ def unit_lower_inverse(a: jax.Array) -> jax.Array:
 
 
 def _neighbours(x: jax.Array, axes: int) -> tuple[jax.Array, jax.Array]:
-    """Splits the block axis, `axes` from the end, into even and odd blocks."""
     block = x.ndim - axes
     x = x.reshape(*x.shape[:block], x.shape[block] // 2, 2, *x.shape[block + 1 :])
     return x[(slice(None),) * (block + 1) + (0,)], x[(slice(None),) * (block + 1) + (1,)]

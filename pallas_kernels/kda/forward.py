@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.chunk import Chunk, chunk_matrices, product, unit_lower_inverse
+from pallas_kernels.kda.chunk import Chunk, both, chunk_matrices, product, unit_lower_inverse
 from pallas_kernels.kda.grid import Form, Inputs, Row, extent, load, num_groups, pad, row_of, store
 from pallas_kernels.kda.reference import Pack
 
@@ -19,9 +19,9 @@ def advance_chunk(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs one chunk over the state it meets: out [.., L, V], u [.., L, V] and the next state."""
     length = v.shape[-2]
-    reads = product(jnp.concatenate([chunk.kw, chunk.qe], axis=-2), state)
+    reads = product(both(chunk.reads), state)
     u = product(inverse, beta[..., None] * (v - reads[..., :length, :]))
-    out = reads[..., length:, :] + product(chunk.aqk, u)
+    out = reads[..., length:, :] + product(chunk.pairs[..., 1, :, :], u)
     return out, u, next_state(chunk, u, state)
 
 
@@ -33,8 +33,8 @@ def next_state(chunk: Chunk, u: jax.Array, state: jax.Array) -> jax.Array:
 def run_group(form: Form, inputs: Inputs, row: Row | None, group, state, out):
     """Advances the state over one group; returns it with the output buffer, the inputs read and every u."""
     x = load(inputs, row, group, form)
-    chunk = chunk_matrices(x.q, x.k, x.g, form.bounded)
-    inverse = unit_lower_inverse(x.beta[..., None] * chunk.akk)
+    chunk, _ = chunk_matrices(x.q, x.k, x.g, form.bounded)
+    inverse = unit_lower_inverse(x.beta[..., None] * chunk.pairs[..., 0, :, :])
 
     def advance(state, xs):
         chunk, inverse, v, beta = xs
@@ -131,4 +131,4 @@ def _state_inside(form: Form, x: Inputs, u: jax.Array, rows: jax.Array, state: j
     """The state after the first `rows` tokens of a group's only chunk: the bits of a call that ends there."""
     live = (jnp.arange(form.chunk) < rows)[:, None]
     k, g, u = (jnp.where(live, y[0], 0.0) for y in (x.k, x.g, u))
-    return next_state(chunk_matrices(x.q[0], k, g, form.bounded), u, state)
+    return next_state(chunk_matrices(x.q[0], k, g, form.bounded)[0], u, state)

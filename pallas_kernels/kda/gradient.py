@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kda.chunk import Chunk, chunk_matrices, product, product_t, unit_lower_inverse
+from pallas_kernels.kda.chunk import (
+    Chunk,
+    apart,
+    both,
+    chunk_matrices,
+    product,
+    product_t,
+    unit_lower_inverse,
+)
+from pallas_kernels.kda.chunk_gradient import chunk_gradient
 from pallas_kernels.kda.forward import forward, forward_at, next_state, over_sequences, run_group
 from pallas_kernels.kda.grid import Form, Inputs, load, num_groups, pad, read, row_of, store
 from pallas_kernels.kda.reference import Pack
@@ -94,13 +103,12 @@ def _group_gradient(form: Form, inputs: Inputs, dout, row, group, state, dstate)
     """Pulls the cotangents of a group's output and final state back to its inputs and first state."""
     x = load(inputs, row, group, form)
     do = read(dout, row, group, form)
-    chunk, matrices_vjp = jax.vjp(lambda q, k, g: chunk_matrices(q, k, g, form.bounded), x.q, x.k, x.g)
-    inverse = unit_lower_inverse(x.beta[..., None] * chunk.akk)
-    length = form.chunk
+    chunk, levels = chunk_matrices(x.q, x.k, x.g, form.bounded)
+    inverse = unit_lower_inverse(x.beta[..., None] * chunk.pairs[..., 0, :, :])
 
     def advance(state, xs):
         chunk, inverse, v, beta = xs
-        error = v - product(chunk.kw, state)
+        error = v - product(chunk.reads[..., 0, :, :], state)
         u = product(inverse, beta[..., None] * error)
         return next_state(chunk, u, state), (state, error, u)
 
@@ -110,27 +118,25 @@ def _group_gradient(form: Form, inputs: Inputs, dout, row, group, state, dstate)
         chunk, inverse, beta, do, from_out = xs
         du = from_out + product(chunk.ke, dstate)
         dwrite = product(jnp.swapaxes(inverse, -1, -2), du)  # of beta * error
-        reads = jnp.swapaxes(jnp.concatenate([chunk.qe, -chunk.kw], axis=-2), -1, -2)
-        dreads = jnp.concatenate([do, beta[..., None] * dwrite], axis=-2)
-        return chunk.decay[..., None] * dstate + product(reads, dreads), (dstate, dwrite)
+        dreads = jnp.concatenate([-beta[..., None] * dwrite, do], axis=-2)
+        back = product(jnp.swapaxes(both(chunk.reads), -1, -2), dreads)
+        return chunk.decay[..., None] * dstate + back, (dstate, dwrite)
 
-    from_out = product(jnp.swapaxes(chunk.aqk, -1, -2), do)
+    from_out = product(jnp.swapaxes(chunk.pairs[..., 1, :, :], -1, -2), do)
     dstate, (after, dwrite) = jax.lax.scan(
         retreat, dstate, (chunk, inverse, x.beta, do, from_out), reverse=True
     )
     dv = x.beta[..., None] * dwrite
-    dreads = product_t(jnp.concatenate([do, -dv], axis=-2), before)
-    da = -product_t(dwrite, u)
+    dpairs = apart(product_t(jnp.concatenate([-dwrite, do], axis=-2), u))
+    dpairs_write, dpairs_out = dpairs[..., 0, :, :], dpairs[..., 1, :, :]
     dchunk = Chunk(
-        kw=dreads[..., length:, :],
-        qe=dreads[..., :length, :],
+        reads=apart(product_t(jnp.concatenate([-dv, do], axis=-2), before)),
         ke=product_t(u, after),
         decay=jnp.sum(before * after, axis=-1),
-        akk=_lower(x.beta[..., None] * da, -1),
-        aqk=_lower(product_t(do, u), 0),
+        pairs=jnp.stack([_lower(x.beta[..., None] * dpairs_write, -1), _lower(dpairs_out, 0)], axis=-3),
     )
-    dq, dk, dg = matrices_vjp(dchunk)
-    dbeta = jnp.sum(dwrite * error, axis=-1) + jnp.sum(da * chunk.akk, axis=-1)
+    dq, dk, dg = chunk_gradient(x.q, x.k, x.g, levels, dchunk, form.bounded)
+    dbeta = jnp.sum(dwrite * error, axis=-1) + jnp.sum(dpairs_write * chunk.pairs[..., 0, :, :], axis=-1)
     return dstate, Inputs(dq, dk, dv, dg, dbeta)
 
 
