@@ -28,7 +28,7 @@ test: $(VENV)/.installed-dev
 parity: $(VENV)/.installed-parity
 	@$(python) -m pytest -q -m parity $(TESTS)
 
-bench: $(VENV)/.installed-parity
+bench: $(VENV)/.installed-parity $(VENV)/.installed-peers
 	@mkdir -p out
 	@$(python) -m kda_jax bench ops --json out/ops.json
 	@$(python) -m kda_jax bench model --json out/model.json
@@ -61,4 +61,9 @@ $(VENV)/.installed-parity: $(VENV)/.installed-dev
 	@echo 'installing torch and transformers, to compare with, into $(VENV)'
 	@$(install) torch==2.13.0
 	@$(install) -e '.[dev,parity]' $(JAX)
+	@touch $(VENV)/.installed $(VENV)/.installed-dev $@
+
+$(VENV)/.installed-peers: $(VENV)/.installed-dev
+	@echo 'installing the JAX packages to compare with into $(VENV) (Python 3.12 or later)'
+	@$(install) -e '.[dev,peers]' $(JAX)
 	@touch $(VENV)/.installed $(VENV)/.installed-dev $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,11 @@ KNOWN_REFUSALS = {
     ("fla-core.naive_chunk_kda", "unbounded", "both"): "not finite",
     ("tokamax", "unbounded", "forward"): "lower_bound",
 }
+
+# These two need Python 3.12, where the gate runs them.
+PEERS_HERE = [
+    peer for peer in PEERS if sys.version_info >= (3, 12) or peer.package not in ("tokamax", "deltanet-tpu")
+]
 
 
 def silent(text: str) -> None:
@@ -112,7 +118,7 @@ def test_raw_gate_gives_the_same_decay(gate):
 
 @pytest.mark.parametrize("act", ["forward", pytest.param("both", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gate", ops.GATES)
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", PEERS_HERE, ids=lambda peer: peer.name)
 def test_every_peer_here_agrees_with_ours(peer, gate, act):
     contest = Contest(Case(gate=gate, T=64, H=1), SHORTEST, OURS_WITH_GATE, silent)
     passes = ("forward",) if act == "forward" else ("forward", "both")
