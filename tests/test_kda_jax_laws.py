@@ -21,6 +21,8 @@ from kda_jax.state import KDAState, MLAState, ModelState
 from measure import assert_close
 from random_model import random_model, small_config
 
+pytestmark = pytest.mark.optimised
+
 TOKENS, CAPACITY, ROWS = 200, 256, 2
 ROUNDING = 5e-6
 LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 200)

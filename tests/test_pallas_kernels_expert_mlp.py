@@ -10,6 +10,8 @@ import pytest
 from measure import assert_close
 from pallas_kernels import expert_mlp
 
+pytestmark = pytest.mark.optimised
+
 WIDTH, INNER, EXPERTS, SLOTS = 20, 12, 5, 2
 
 

@@ -11,6 +11,8 @@ from measure import assert_close
 from pallas_kernels import l2_normalize, rms_norm
 from pallas_kernels.fixed_order import sum_of_squares
 
+pytestmark = pytest.mark.optimised
+
 
 @pytest.mark.parametrize("channels", [1, 2, 48, 100, 256])
 def test_sum_of_squares_and_its_gradient(channels: int) -> None:

@@ -15,6 +15,8 @@ from jax.typing import DTypeLike
 from measure import assert_close
 from pallas_kernels import kda_gate, kda_prefill, kda_step, l2_normalize
 
+pytestmark = pytest.mark.optimised
+
 LB = -5.0
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "reference": dict(implementation="reference"),

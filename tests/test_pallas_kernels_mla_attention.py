@@ -12,6 +12,8 @@ import pytest
 from measure import assert_close
 from pallas_kernels import mla_attention
 
+pytestmark = pytest.mark.optimised
+
 HEADS, RANK, ROPE = 2, 24, 8
 SCALE = 0.3
 

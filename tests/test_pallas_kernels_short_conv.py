@@ -13,6 +13,8 @@ import pytest
 from measure import assert_close
 from pallas_kernels import short_conv, short_conv_step
 
+pytestmark = pytest.mark.optimised
+
 CHANNELS = 19  # no multiple of a vector register
 TAPS = 4
 
