@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import boundaries, decode, machine, model, ops, peak, work
+from benchmarks import boundaries, decode, machine, model, ops, peak, timing, work
 from benchmarks.contest import Contest, Outcome, Settings, hold
 from benchmarks.contestant import Arrays, Contestant, Run
 from benchmarks.inputs import Case, Inputs, draw
@@ -51,14 +50,23 @@ def one_config() -> ModelConfig:
     return small_config(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
 
-def test_race_interleaves_and_gives_slow_contenders_fewer_rounds():
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the benchmarks' clock shows; a test moves it, and nobody sleeps."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: None)
+    return now
+
+
+def test_race_interleaves_and_gives_slow_contenders_fewer_rounds(clock: list[float]) -> None:
     calls: list[str] = []
-    clock = {"fast": 0.0, "slow": 0.02}
+    takes = {"fast": 0.001, "slow": 0.02}
 
     def contender(name: str) -> Contender:
         def call(_: object) -> None:
             calls.append(name)
-            time.sleep(clock[name])
+            clock[0] += takes[name]
 
         return Contender(name=name, call=call)
 
@@ -68,21 +76,21 @@ def test_race_interleaves_and_gives_slow_contenders_fewer_rounds():
     assert calls[:4] == ["fast", "slow", "fast", "slow"]  # untimed, then the first round
     where = [index for index, name in enumerate(calls) if name == "slow"]
     assert where[-1] > len(calls) - 4  # the last of the few rounds is at the end, not at the beginning
-    assert timings["slow"].min_ms >= 20
+    assert timings["slow"].min_ms == pytest.approx(20)
 
 
-def test_race_prepares_outside_the_clock():
+def test_race_prepares_outside_the_clock(clock: list[float]) -> None:
     handed: list[object] = []
 
     def prepare() -> str:
-        time.sleep(0.05)
+        clock[0] += 0.05
         return "fresh"
 
     timings = race(
         [Contender(name="one", call=handed.append, prepare=prepare)], rounds=2, budget_s=1.0, settle_s=0.0
     )
     assert handed == ["fresh"] * 3
-    assert timings["one"].min_ms < 25
+    assert timings["one"].min_ms == 0
 
 
 @pytest.mark.parametrize("names, rounds", [(("a", "a"), 2), (("a",), 1)], ids=["same_name", "too_few"])
