@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
 python := $(VENV)/bin/python
-pytest = $(python) -m pytest -q -n $(WORKERS) --dist loadfile
+pytest = $(python) -m pytest -q -n $(WORKERS) --dist loadfile --durations=8
 quick = XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
 install = $(python) -m pip install -qq --disable-pip-version-check
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
