@@ -19,8 +19,6 @@ from kda_jax.weights import load
 from measure import relative_error
 from pallas_kernels import rms_norm
 
-pytestmark = pytest.mark.optimised
-
 ABSOLUTE = 1e-4
 RELATIVE = 1e-5
 Arrays = dict[str, np.ndarray]

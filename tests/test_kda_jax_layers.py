@@ -14,8 +14,6 @@ from flax import nnx
 from kda_jax.layers import KimiDeltaAttention, Mlp, MultiHeadLatentAttention, Projections
 from measure import assert_close
 
-pytestmark = pytest.mark.optimised
-
 WIDTH = 24
 KDA_OPTIONS: dict[str, dict[str, Any]] = {
     "kimi-linear": {},

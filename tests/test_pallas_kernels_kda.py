@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from measure import assert_close
 from pallas_kernels import kda_gate, kda_prefill, kda_step, l2_normalize
 
-pytestmark = pytest.mark.optimised
+BITS = pytest.mark.optimised
 
 LB = -5.0
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
@@ -145,6 +145,7 @@ def cut(x, begin, end):
     return x[:, begin:end]
 
 
+@BITS
 @pytest.mark.parametrize("gate, bound", [("softplus", None), ("bounded", None), ("bounded", LB)])
 def test_split_on_the_grid_keeps_every_bit(gate, bound):
     *sequence, state = inputs(gate, tokens=200)
@@ -159,23 +160,34 @@ def test_split_on_the_grid_keeps_every_bit(gate, bound):
         np.testing.assert_array_equal(carried, final)
 
 
+@BITS
 @XLA
 @pytest.mark.parametrize("at", [1, 2, 3, 15, 16, 17, 63, 65, 127])
 def test_split_anywhere_and_back_on_the_grid(at, bound):
     """A cut off the grid changes rounding only, and a later cut on the grid changes nothing more."""
     *sequence, state = inputs("bounded", tokens=200)
-    run = compiled(implementation="xla", gate_lower_bound=bound)
-    whole, final = run(*sequence, state, start=np.array([0]))
-    head, carried = run(*(cut(x, 0, at) for x in sequence), state, start=np.array([0]))
-    tail, end = run(*(cut(x, at, 200) for x in sequence), carried, start=np.array([at]))
+    program = compiled(implementation="xla", gate_lower_bound=bound)
+
+    def run(begin, end, state):
+        """Tokens [begin, end) at the front of 200 rows: one program for all cuts."""
+        moved = [
+            np.concatenate([x[:, begin:end], np.ones_like(x[:, : 200 - end + begin])], 1) for x in sequence
+        ]
+        out, state = program(*moved, state, start=np.array([begin]), lengths=np.array([end - begin]))
+        return out[:, : end - begin], state
+
+    whole, final = run(0, 200, state)
+    head, carried = run(0, at, state)
+    tail, end = run(at, 200, carried)
     assert_close("out", whole, np.concatenate([head, tail], axis=1), 5e-6)
     assert_close("state", final, end, 5e-6)
-    middle, carried = run(*(cut(x, at, 192) for x in sequence), carried, start=np.array([at]))
-    last, resumed = run(*(cut(x, 192, 200) for x in sequence), carried, start=np.array([192]))
+    middle, carried = run(at, 192, carried)
+    last, resumed = run(192, 200, carried)
     np.testing.assert_array_equal(np.concatenate([middle, last], axis=1), tail)
     np.testing.assert_array_equal(resumed, end)
 
 
+@BITS
 @XLA
 def test_batch_is_the_loop_over_its_rows(bound):
     arguments = inputs("bounded", batch=3, tokens=130)
@@ -193,6 +205,7 @@ def test_batch_is_the_loop_over_its_rows(bound):
         np.testing.assert_array_equal(final[row], state[0])
 
 
+@BITS
 @XLA
 def test_pack_is_its_sequences_one_by_one(bound):
     cu = [0, 0, 1, 34, 35, 100, 164, 164]
@@ -214,6 +227,7 @@ def test_pack_is_its_sequences_one_by_one(bound):
         np.testing.assert_array_equal(final[n], last[0])
 
 
+@BITS
 @XLA
 @pytest.mark.parametrize("layout", ["grid", "pack"])
 def test_no_token_sees_the_future(layout, bound):
@@ -235,6 +249,7 @@ def test_no_token_sees_the_future(layout, bound):
 BOUNDARIES = [1, 63, 64, 65, 100, 199]
 
 
+@BITS
 @XLA
 @pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
 def test_states_at_boundaries_are_those_of_separate_runs(bound, traced):
