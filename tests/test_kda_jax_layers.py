@@ -95,7 +95,7 @@ def test_states_at_boundaries_are_those_of_shorter_calls(make: Any) -> None:
         elif count:
             _, want = layer(x[row : row + 1, :count])
             assert_close("recurrent", want.recurrent[0], at.recurrent[row, column], 2e-6)
-            np.testing.assert_array_equal(at.conv[row, column], want.conv[0])
+            assert_close("window", want.conv[0], at.conv[row, column], 2e-6)  # of a product of few rows
 
 
 def test_nothing_is_written_beyond_the_capacity() -> None:
