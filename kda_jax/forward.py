@@ -61,7 +61,7 @@ def prefill(
         lengths: [B], tokens of each row that count, 0..T; the rest is padding.
         boundaries: token counts of the sequences (from their beginning, not from this call's), each in
             (position, position + length] of every row, at which to return the state too.
-        last_only: logits of each row's last token only (equal to those of the whole within rounding).
+        last_only: logits of each row's last token only, with the bits they have among all.
         capacity: tokens a row shall have room for at least; more room is made as needed in any case.
 
     Returns:

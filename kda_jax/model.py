@@ -10,6 +10,8 @@ from kda_jax.layers import KimiDeltaAttention, Linear, Mlp, MultiHeadLatentAtten
 from kda_jax.layers.projection import fan_in
 from kda_jax.state import KDAState, MLAState, ModelState
 from pallas_kernels import rms_norm
+from pallas_kernels.fixed_order import MIN_ROWS
+from pallas_kernels.precision import rows_matmul
 
 LayerState = KDAState | MLAState
 
@@ -117,17 +119,23 @@ class Model(nnx.Module):
             x, new, *at = block(x, old, lengths=lengths, boundaries=boundaries)
             news.append(new)
             ats += at
-        if last_only:
-            x = _last(x, lengths)
-        logits = self.head(x)
+        logits = self._head_of_last(x, lengths) if last_only else self.head(x)
         new = ModelState(tuple(news))
         return (logits, new) if boundaries is None else (logits, new, ModelState(tuple(ats)))
+
+    def _head_of_last(
+        self, x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None
+    ) -> Float[Array, "B 1 V"]:
+        """The head on each row's last token, with the bits that it has among all tokens."""
+        rows = x.shape[0]
+        x = jnp.pad(_last(x, lengths), ((0, max(0, MIN_ROWS - rows)), (0, 0), (0, 0)))
+        return self.head(x)[:rows]
 
     def head(self, x: Float[Array, "B U D"]) -> Float[Array, "B U V"]:
         """Float32 logits of what the last layer returned."""
         x = rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)
         kernel = self.embed[...].T if self.lm_head is None else self.lm_head.kernel[...]
-        return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+        return rows_matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 def _attention(

@@ -9,6 +9,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+MIN_ROWS = 64
+"""From this many rows on, XLA's CPU products give a row the same bits for any number of rows."""
+
 
 @jax.custom_vjp
 def row_dot(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -113,9 +113,7 @@ def test_rows_that_end_at_different_lengths_are_the_rows_alone(whole: Whole) -> 
     for row, (source, count) in enumerate(zip(rows, counts)):
         np.testing.assert_array_equal(logits[row, :count], whole.logits[source, :count])
         if count:
-            assert_close(
-                "last", whole.logits[source, count - 1], last[row, 0], ROUNDING
-            )  # a product of few rows
+            np.testing.assert_array_equal(last[row, 0], whole.logits[source, count - 1])
             _, alone = whole.read(whole.tokens[source : source + 1, :count])
             assert_same_state(end, alone, slice(row, row + 1))
     assert not any(np.asarray(leaf[3]).any() for leaf in jax.tree.leaves(end)), "a row without tokens"

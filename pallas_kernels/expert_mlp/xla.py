@@ -7,9 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.buffers import zeros_after
 from pallas_kernels.expert_mlp.reference import Activation
 from pallas_kernels.expert_mlp.routing import Routing, route
-from pallas_kernels.precision import accumulator, contract
+from pallas_kernels.precision import accumulator, contract, rows_matmul
 
 TILE = 256
 """Rows a product. From 64 rows on, XLA's CPU products give a row the same bits for any number of rows, so which tile
@@ -42,8 +43,8 @@ def _expert(matrices: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Arra
 
 
 def _apply(x: jax.Array, w_gate_up: jax.Array, w_down: jax.Array, activation: Activation) -> jax.Array:
-    gate, up = jnp.split(contract("nd,di->ni", x, w_gate_up), 2, axis=1)
-    return contract("ni,id->nd", activation(gate, up), w_down)
+    gate, up = jnp.split(rows_matmul(x, w_gate_up), 2, axis=1)
+    return rows_matmul(activation(gate, up), w_down)
 
 
 def _one_token(x, expert_ids, expert_weights, w_gate_up, w_down, activation):
@@ -95,7 +96,7 @@ def _many_tokens(x, expert_ids, expert_weights, w_gate_up, w_down, activation):
         # nothing left to do, it is the smallest tile, wasted: cheaper than a branch that carries `out`.
         return jax.lax.dynamic_update_slice(out, jax.lax.switch(choice, last), (at, 0))
 
-    out = jnp.zeros((token.shape[0], x.shape[1]), x.dtype)
+    out = zeros_after(x, (token.shape[0], x.shape[1]), x.dtype)
     out = jax.lax.fori_loop(0, routing.num_used, expert, out)
     return _weighted(out, expert_weights.astype(x.dtype), routing)
 
@@ -174,7 +175,7 @@ def _mix_bwd(activation, residuals, d_y):
         d_down = jax.lax.dynamic_update_index_in_dim(d_down, mine_down.astype(d_down.dtype), index, 0)
         return d_x, d_share, d_gate_up, d_down
 
-    d_x = jnp.zeros((token.shape[0], x.shape[1]), wide)
+    d_x = zeros_after(d_y, (token.shape[0], x.shape[1]), wide)
     empty = d_x, jnp.zeros_like(share), jnp.zeros_like(w_gate_up), jnp.zeros_like(w_down)
     d_x, d_share, d_gate_up, d_down = jax.lax.fori_loop(0, routing.num_used, expert, empty)
     d_x = _weighted(d_x, jnp.ones(expert_ids.shape, wide), routing)

@@ -48,7 +48,7 @@ def kda_prefill(
         g: log decay, float32, [B, T, HV, K], <= 0; -inf forgets everything.
         beta: write strength, [B, T, HV], in 0..1 (2 with negative eigenvalues allowed).
         state: float32 [B, HV, K, V]; [N, HV, K, V] with `cu_seqlens`; None is zeros.
-        scale: multiplies q; default K ** -0.5.
+        scale: multiplies q, a static number; default K ** -0.5.
         qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
         cu_seqlens: [N + 1] int32, non-decreasing, from 0: sequence n is tokens [cu[n], cu[n+1]) of a batch of one.
             Sequences may be empty, tokens behind the last one are padding.
@@ -96,8 +96,9 @@ def kda_prefill(
         implementation,
         {"xla": Backend(xla.prefill, _xla_refusal(q, v, state)), "reference": Backend(_reference_prefill)},
     )
-    q, k = _ready_queries_keys(q, k, scale, qk_l2norm, repeats)
-    out, final, states = run(q, k, v, g, beta, state, pack, at, gate_lower_bound, chunk_size)
+    q, k = _ready_queries_keys(q, k, qk_l2norm, repeats)
+    scale = _scale(q, scale)
+    out, final, states = run(q, k, v, g, beta, state, pack, at, scale, gate_lower_bound, chunk_size)
     return (out, final) if boundaries is None else (out, final, states)
 
 
@@ -134,7 +135,8 @@ def kda_step(
     run = choose(
         "kda_step", implementation, {"xla": Backend(xla.step), "reference": Backend(reference.update)}
     )
-    q, k = _ready_queries_keys(q, k, scale, qk_l2norm, repeats)
+    q, k = _ready_queries_keys(q, k, qk_l2norm, repeats)
+    q = q * _scale(q, scale)
     work = state.dtype
     out, new = run(*(x.astype(work) for x in (q, k, v, g, beta)), state)
     return out.astype(v.dtype), new
@@ -207,12 +209,15 @@ def _boundaries(boundaries: Counts, sequences: int, tokens: int) -> jax.Array:
     return array
 
 
-def _ready_queries_keys(q, k, scale, qk_l2norm, repeats) -> tuple[jax.Array, jax.Array]:
+def _scale(q: jax.Array, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def _ready_queries_keys(q, k, qk_l2norm, repeats) -> tuple[jax.Array, jax.Array]:
     if qk_l2norm:
         q, k = l2_normalize(q), l2_normalize(k)
     work = q.dtype if q.dtype == jnp.float64 else jnp.float32
-    q = q.astype(work) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    k = k.astype(work)
+    q, k = q.astype(work), k.astype(work)
     if repeats > 1:
         q, k = (jnp.repeat(x, repeats, axis=-2) for x in (q, k))
     return q, k
@@ -226,13 +231,14 @@ def _xla_refusal(q, v, state) -> str | None:
     return None
 
 
-def _reference_prefill(q, k, v, g, beta, states, pack, boundaries, gate_lower_bound, chunk_size):
+def _reference_prefill(q, k, v, g, beta, states, pack, boundaries, scale, gate_lower_bound, chunk_size):
     del gate_lower_bound, chunk_size  # the definition needs neither a promise nor a grid
     batch, tokens = q.shape[:2]
     if pack is None:
         rows = jnp.arange(batch, dtype=jnp.int32)
         pack = Pack(rows * tokens, jnp.full_like(rows, tokens), jnp.zeros_like(rows))
     shape, dtype = v.shape, v.dtype
+    q = q * scale
     q, k, v, g, beta = (
         x.astype(states.dtype).reshape(batch * tokens, *x.shape[2:]) for x in (q, k, v, g, beta)
     )

@@ -87,6 +87,6 @@ def _blocks_of_many(q, k, g, d: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]
     dkeys = at_end + back * product(jnp.swapaxes(below, -1, -2), both(rows * forth[..., None, :, :]))
     through = jnp.sum(drows * rows, axis=-3) - k * dkeys
     whole = jnp.sum(k * at_end, axis=-2) + d.decay * head[..., -1, :]
-    dg = jnp.einsum("rc,...rd->...cd", lower_ones(size, g.dtype), through, precision="highest")
+    dg = product(jnp.broadcast_to(lower_ones(size, g.dtype).T, (*g.shape[:-1], size)), through)
     dk, dq = drows[..., 0, :, :] + dkeys + diagonal * q, drows[..., 1, :, :] + diagonal * k
     return dq, dk, dg + whole[..., None, :]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.chunk import Chunk, both, chunk_matrices, product, unit_lower_inverse
+from pallas_kernels.buffers import zeros_after
+from pallas_kernels.kda.chunk import Chunk, both, chunk_matrices, columns_product, product, unit_lower_inverse
 from pallas_kernels.kda.grid import Form, Inputs, Row, extent, load, num_groups, pad, row_of, store
 from pallas_kernels.kda.reference import Pack
 
@@ -27,7 +28,7 @@ def advance_chunk(
 
 def next_state(chunk: Chunk, u: jax.Array, state: jax.Array) -> jax.Array:
     """The state behind a chunk, from what its tokens wrote."""
-    return chunk.decay[..., None] * state + product(jnp.swapaxes(chunk.ke, -1, -2), u)
+    return chunk.decay[..., None] * state + columns_product(chunk.ke, u)
 
 
 def run_group(form: Form, inputs: Inputs, row: Row | None, group, state, out):
@@ -42,7 +43,7 @@ def run_group(form: Form, inputs: Inputs, row: Row | None, group, state, out):
         return state, (out, u)
 
     state, (outs, us) = jax.lax.scan(advance, state, (chunk, inverse, x.v, x.beta))
-    return state, store(out, outs, row, group, form), x, us
+    return state, store(out, outs * form.scale, row, group, form), x, us
 
 
 def over_sequences(pack: Pack, states: jax.Array, run, carry):
@@ -62,7 +63,7 @@ def forward(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | None) ->
     """out [B, T, H, V] and the final states: of a grid [B * H, K, V], of a pack [N, H, K, V]."""
     tokens = inputs.v.shape[1]
     padded = pad(inputs, pack, form)
-    out = jnp.zeros(padded.v.shape, jnp.float32)
+    out = zeros_after(inputs.v, padded.v.shape, jnp.float32)
 
     def loop(row: Row | None, groups: jax.Array | int, state: jax.Array, out: jax.Array):
         def advance(i: jax.Array, carry: tuple[jax.Array, jax.Array]):
@@ -91,7 +92,7 @@ def forward_at(
     """
     tokens = inputs.v.shape[1]
     padded = pad(inputs, pack, form)
-    out = jnp.zeros(padded.v.shape, jnp.float32)
+    out = zeros_after(inputs.v, padded.v.shape, jnp.float32)
     groups = num_groups(pack, form)
     order = jnp.argsort(boundaries, axis=1)
     due = jnp.minimum(jnp.take_along_axis(boundaries, order, axis=1), pack.count[:, None])

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.buffers import zeros_after
 from pallas_kernels.kda.chunk import (
     Chunk,
     apart,
     both,
     chunk_matrices,
+    columns_product,
     product,
     product_t,
     unit_lower_inverse,
@@ -33,7 +35,7 @@ def _chunked_fwd(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | Non
     form = form._replace(group=BACKWARD_GROUP)
     tokens = inputs.v.shape[1]
     padded = pad(inputs, pack, form)
-    out = jnp.zeros(padded.v.shape, jnp.float32)
+    out = zeros_after(inputs.v, padded.v.shape, jnp.float32)
     span = form.chunk * form.group
 
     def advance(row, base):
@@ -46,13 +48,13 @@ def _chunked_fwd(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | Non
 
     if pack is None:
         groups = padded.v.shape[1] // span
-        kept = jnp.zeros((groups, *states.shape), jnp.float32)
+        kept = zeros_after(inputs.v, (groups, *states.shape), jnp.float32)
         final, out, kept = jax.lax.fori_loop(0, groups, advance(None, 0), (states, out, kept))
     else:
         groups = num_groups(pack, form)
         base = jnp.cumsum(groups) - groups
         most = tokens // span + 2 * states.shape[0]
-        kept = jnp.zeros((most, *states.shape[1:]), jnp.float32)
+        kept = zeros_after(inputs.v, (most, *states.shape[1:]), jnp.float32)
 
         def sequence(n, state, carry):
             row = row_of(pack, n, form)
@@ -70,7 +72,7 @@ def _chunked_bwd(form: Form, residuals, cotangents):
     tokens = inputs.v.shape[1]
     padded = pad(inputs, pack, form)
     dout = jnp.pad(dout, ((0, 0), (0, padded.v.shape[1] - tokens), (0, 0), (0, 0)))
-    grads = jax.tree.map(jnp.zeros_like, padded)
+    grads = jax.tree.map(lambda x: zeros_after(dout, x.shape, x.dtype), padded)
 
     def retreat(row, base, groups):
         def body(j, carry):
@@ -102,7 +104,7 @@ def _chunked_bwd(form: Form, residuals, cotangents):
 def _group_gradient(form: Form, inputs: Inputs, dout, row, group, state, dstate):
     """Pulls the cotangents of a group's output and final state back to its inputs and first state."""
     x = load(inputs, row, group, form)
-    do = read(dout, row, group, form)
+    do = read(dout, row, group, form) * form.scale
     chunk, levels = chunk_matrices(x.q, x.k, x.g, form.bounded)
     inverse = unit_lower_inverse(x.beta[..., None] * chunk.pairs[..., 0, :, :])
 
@@ -117,12 +119,12 @@ def _group_gradient(form: Form, inputs: Inputs, dout, row, group, state, dstate)
     def retreat(dstate, xs):
         chunk, inverse, beta, do, from_out = xs
         du = from_out + product(chunk.ke, dstate)
-        dwrite = product(jnp.swapaxes(inverse, -1, -2), du)  # of beta * error
+        dwrite = columns_product(inverse, du)  # of beta * error
         dreads = jnp.concatenate([-beta[..., None] * dwrite, do], axis=-2)
-        back = product(jnp.swapaxes(both(chunk.reads), -1, -2), dreads)
+        back = columns_product(both(chunk.reads), dreads)
         return chunk.decay[..., None] * dstate + back, (dstate, dwrite)
 
-    from_out = product(jnp.swapaxes(chunk.pairs[..., 1, :, :], -1, -2), do)
+    from_out = columns_product(chunk.pairs[..., 1, :, :], do)
     dstate, (after, dwrite) = jax.lax.scan(
         retreat, dstate, (chunk, inverse, x.beta, do, from_out), reverse=True
     )

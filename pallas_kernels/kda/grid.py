@@ -18,7 +18,7 @@ MIN_LOG_DECAY = -1e4
 
 
 class Inputs(NamedTuple):
-    q: jax.Array  # [B, T, H, K], scaled
+    q: jax.Array  # [B, T, H, K]
     k: jax.Array  # [B, T, H, K]
     v: jax.Array  # [B, T, H, V]
     g: jax.Array  # [B, T, H, K]
@@ -31,6 +31,7 @@ class Form(NamedTuple):
     chunk: int  # tokens a chunk
     group: int  # chunks whose matrices are made together
     bounded: bool
+    scale: float  # of q; the output is scaled instead, where it is written anyway
 
 
 class Row(NamedTuple):

@@ -20,11 +20,12 @@ def prefill(
     states: jax.Array,
     pack: Pack | None,
     boundaries: jax.Array | None,
+    scale: float,
     gate_lower_bound: float | None,
     chunk_size: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Backend "xla" of `kda_prefill`; q is scaled, heads of q, k and v are alike."""
-    form = Form(chunk_size or 32, 1, gate_lower_bound is not None and gate_lower_bound >= -5.0)
+    """Backend "xla" of `kda_prefill`; heads of q, k and v are alike."""
+    form = Form(chunk_size or 32, 1, gate_lower_bound is not None and gate_lower_bound >= -5.0, scale)
     batch, tokens = q.shape[:2]
     inputs = Inputs(*(x.astype(jnp.float32) for x in (q, k, v, g, beta)))
     if pack is not None:

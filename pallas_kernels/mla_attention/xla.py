@@ -7,15 +7,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fixed_order import MIN_ROWS
 from pallas_kernels.mla_attention.rows import Rows
-from pallas_kernels.precision import accumulator, contract
+from pallas_kernels.precision import accumulator, contract, rows_matmul, rows_matmul_t
 
 KEY_BLOCK = 256
 """Latent rows a step, counted from row 0 of the sequence: part of what fixes a result's bits."""
+ONE_TOKEN_KEY_BLOCK = 1024
+"""The same for a single query: its products are short, and a step costs more than they do."""
 QUERY_ROWS = 512
 """Most queries times heads a step."""
-MIN_ROWS = 64
-"""From this many rows on, XLA's CPU products give a row the same bits for any number of rows."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -40,16 +41,16 @@ def _block_of_queries(num_tokens: int, heads: int) -> tuple[int, int]:
     return count, max(-(-num_tokens // count), -(-MIN_ROWS // heads))
 
 
-def _over_keys(step, carry, first, size, start, length):
+def _over_keys(step, carry, first, size, start, length, block=KEY_BLOCK):
     """Runs step(j, carry, masked) over the key blocks that queries first .. of a row look into, in order.
 
     The blocks that every query sees in full come first, unmasked: a mask is a pass over all scores. A query
     block without a valid query has no key blocks.
     """
-    full = jnp.where(first < length, (start + first + 1) // KEY_BLOCK, 0)
+    full = jnp.where(first < length, (start + first + 1) // block, 0)
     seen = jnp.where(first < length, start + jnp.minimum(first + size, length), 0)
     carry = jax.lax.fori_loop(0, full, functools.partial(step, masked=False), carry)
-    blocks = (seen + KEY_BLOCK - 1) // KEY_BLOCK
+    blocks = (seen + block - 1) // block
     return jax.lax.fori_loop(full, blocks, functools.partial(step, masked=True), carry)
 
 
@@ -57,6 +58,7 @@ def _forward(q, latents, page_table, start, lengths, rank, scale):
     batch, num_tokens, heads, _ = q.shape
     rows, wide = Rows(latents, page_table), accumulator(q.dtype)
     count, size = _block_of_queries(num_tokens, heads)
+    block = ONE_TOKEN_KEY_BLOCK if num_tokens == 1 else KEY_BLOCK
     q = _padded(q, count * size)
     query = jnp.arange(size, dtype=jnp.int32).repeat(heads)
 
@@ -67,18 +69,18 @@ def _forward(q, latents, page_table, start, lengths, rank, scale):
 
         def attend_keys(j, carry, masked):
             top, total, mixed = carry
-            keys = rows.read(b, j, KEY_BLOCK, start[b] + lengths[b] if masked else None).astype(wide)
+            keys = rows.read(b, j, block, start[b] + lengths[b] if masked else None).astype(wide)
             scores = _scores(queries, keys, position if masked else None, j)
             new_top = jnp.maximum(top, scores.max(axis=1))
             weights = jnp.exp(scores - new_top[:, None])
             fade = jnp.exp(top - new_top)
             total = total * fade + weights.sum(axis=1)
-            mixed = mixed * fade[:, None] + contract("qk,kr->qr", weights, keys[:, :rank])
+            mixed = mixed * fade[:, None] + rows_matmul(weights, keys[:, :rank])
             return new_top, total, mixed
 
         zeros = jnp.zeros((size * heads, rank), wide)
         empty = jnp.full_like(zeros[:, 0], -jnp.inf), zeros[:, 0], zeros
-        top, total, mixed = _over_keys(attend_keys, empty, first, size, start[b], lengths[b])
+        top, total, mixed = _over_keys(attend_keys, empty, first, size, start[b], lengths[b], block)
         valid = first + query < lengths[b]
         out = jnp.where(valid[:, None], mixed / total[:, None], 0)
         # An infinite normaliser makes every weight of a padded query 0 in the backward pass.
@@ -90,12 +92,12 @@ def _forward(q, latents, page_table, start, lengths, rank, scale):
     return out[:, :num_tokens], logsum
 
 
-def _scores(queries: jax.Array, keys: jax.Array, position: jax.Array | None, block: jax.Array) -> jax.Array:
-    """Scores [rows, KEY_BLOCK]; given the queries' positions, -inf where a key is behind its query's."""
-    scores = contract("qc,kc->qk", queries, keys)
+def _scores(queries: jax.Array, keys: jax.Array, position: jax.Array | None, index: jax.Array) -> jax.Array:
+    """Scores [rows, keys] of key block `index`; given the queries' positions, -inf where a key is behind one."""
+    scores = rows_matmul_t(queries, keys)
     if position is None:
         return scores
-    row = block * KEY_BLOCK + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+    row = index * keys.shape[0] + jnp.arange(keys.shape[0], dtype=jnp.int32)
     return jnp.where(row <= position[:, None], scores, -jnp.inf)
 
 
