@@ -14,7 +14,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 python := $(VENV)/bin/python
 pytest = $(python) -m pytest -q -n $(WORKERS) --dist loadfile --durations=8
 quick = XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
-install = $(python) -m pip install -qq --disable-pip-version-check
+# Modules are compiled when they are first imported: most never are.
+install = $(python) -m pip install -qq --no-compile --disable-pip-version-check
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.3
 

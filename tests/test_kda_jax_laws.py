@@ -114,7 +114,8 @@ def test_rows_that_end_at_different_lengths_are_the_rows_alone(whole: Whole) -> 
         np.testing.assert_array_equal(logits[row, :count], whole.logits[source, :count])
         if count:
             np.testing.assert_array_equal(last[row, 0], whole.logits[source, count - 1])
-            _, alone = whole.read(whole.tokens[source : source + 1, :count])
+            _, both = whole.read(whole.tokens[:, :count])  # the programs of other tests
+            alone = jax.tree.map(lambda leaf, source=source: leaf[source : source + 1], both)
             assert_same_state(end, alone, slice(row, row + 1))
     assert not any(np.asarray(leaf[3]).any() for leaf in jax.tree.leaves(end)), "a row without tokens"
 

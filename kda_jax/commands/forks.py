@@ -10,17 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from kda_jax.commands.errors import CommandError
 from kda_jax.forward import SplitModel, decode, dtype_of, prefill, split
+from kda_jax.generate.loop import choose_first
 from kda_jax.model import Model
+from kda_jax.sampling import make_sampler
 from kda_jax.state import ModelState, nbytes
 from kda_jax.weights.load import load
 from kda_jax.weights.statefile import load_state, save_state
 
 GRID = 64  # resumed on it, a prefill has the bits of a cold one
+SAMPLER = make_sampler(temperature=0.6, min_p=0.05)  # the likeliest token alone soon repeats itself
+SEED = 0
 
 
 class Fork(NamedTuple):
@@ -97,7 +103,7 @@ def compare(
 def run(
     model: SplitModel, state: ModelState | None, calls: Sequence[list[int]], new_tokens: int, capacity: int
 ) -> Run:
-    """Reads tokens in these calls, then decodes greedily. The prefill's time is the best of two, compiled."""
+    """Reads tokens in these calls, then draws from `SEED`. The prefill's time is the best of two, compiled."""
 
     def read() -> tuple[np.ndarray, ModelState]:
         logits, now = None, state
@@ -112,11 +118,16 @@ def run(
         start = time.perf_counter()
         row, live = read()
         times.append(1e3 * (time.perf_counter() - start))
-    logits, tokens = [row], [int(row.argmax())]
+    key = jax.random.key(SEED)
+
+    def choose(row: np.ndarray) -> int:
+        return int(choose_first(jnp.asarray(row), live.position, None, key, SAMPLER)[0])
+
+    logits, tokens = [row], [choose(row)]
     for _ in range(new_tokens - 1):
         row, live = decode(model, [tokens[-1]], live)
         logits.append(np.asarray(row))
-        tokens.append(int(logits[-1].argmax()))
+        tokens.append(choose(logits[-1]))
     return Run(np.concatenate(logits), np.asarray(tokens, np.int32), min(times))
 
 
