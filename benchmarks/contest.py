@@ -36,7 +36,7 @@ class Settings:
     lengths: tuple[int, ...] = (2048, 8192)
     rounds: dict[Pass, int] = field(default_factory=lambda: {"forward": 21, "both": 9})
     budget_s: dict[Pass, float] = field(default_factory=lambda: {"forward": 10.0, "both": 15.0})
-    min_rounds: int = 2
+    min_rounds: int = 1  # of one that needs a minute a call
     quick: bool = False
 
     @classmethod
