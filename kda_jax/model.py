@@ -135,7 +135,9 @@ class Model(nnx.Module):
         """Float32 logits of what the last layer returned."""
         x = rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)
         kernel = self.embed[...].T if self.lm_head is None else self.lm_head.kernel[...]
-        return rows_matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+        return rows_matmul(x.reshape(-1, x.shape[-1]), kernel, precision=None).reshape(
+            *x.shape[:-1], kernel.shape[-1]
+        )
 
 
 def _attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ def test_products_of_few_rows(rows: int, transposed: bool) -> None:
     got = np.asarray(run(x, given))
     assert_close("product", x.astype(np.float64) @ matrix, got, 1e-6)
     if 1 < rows <= 8:
-        two = np.asarray(run(x[:2], given))
-        np.testing.assert_array_equal(got[:2], two)
+        for row in range(rows):
+            np.testing.assert_array_equal(got[row], np.asarray(run(x[row : row + 1], given))[0])
 
 
 def test_products_have_gradients_and_keep_wide_sums() -> None:
@@ -38,6 +39,18 @@ def test_products_have_gradients_and_keep_wide_sums() -> None:
     np.testing.assert_array_equal(dm, np.full((8, 5), 6.0))
     half = rows_matmul(x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16))
     assert half.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("product", [rows_matmul, rows_matmul_t])
+def test_products_are_in_full_float32_on_devices_whose_default_is_coarser(product: Any) -> None:
+    for rows in (3, 9):
+        text = (
+            jax.jit(product)
+            .trace(jnp.ones((rows, 8)), jnp.ones((8, 8)))
+            .lower(lowering_platforms=("tpu",))
+            .as_text()
+        )
+        assert "HIGHEST" in text
 
 
 @pytest.mark.parametrize("first", [1.0, -1.0, 0.0, np.nan, np.inf, -np.inf])
