@@ -25,7 +25,11 @@ from random_model import small_config
 SCAN = PEERS[0]
 SMALL = {"H": 1, "K": 16, "V": 16}
 SHORTEST = Settings(
-    lengths=(64,), rounds={"forward": 2, "both": 2}, budget_s={"forward": 1.0, "both": 1.0}, quick=True
+    lengths=(64,),
+    rounds={"forward": 2, "both": 2},
+    budget_s={"forward": 1.0, "both": 1.0},
+    min_rounds=2,
+    quick=True,
 )
 # Who may fail at what, and how, by (name, gate, pass); everybody else who is installed must agree with ours.
 # The naive chunked form takes the exponent of differences of either sign: it overflows with some inputs.

@@ -74,7 +74,7 @@ def kda_prefill(
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
     state = None if state is None else jnp.asarray(state)
     batch, tokens, value_heads, values, repeats = _check_sequence(q, k, v, g, beta)
-    pack = _pack(batch, tokens, cu_seqlens, start, lengths, boundaries)
+    pack = _pack(batch, tokens, cu_seqlens, start, lengths)
     sequences = batch if cu_seqlens is None or pack is None else pack.first.shape[0]
     shape = (sequences, value_heads, q.shape[-1], values)
     if state is None:
@@ -170,7 +170,7 @@ def _counts(name: str, values: Counts, shape: tuple[int, ...]) -> jax.Array:
     return array
 
 
-def _pack(batch, tokens, cu_seqlens, start, lengths, boundaries) -> Pack | None:
+def _pack(batch, tokens, cu_seqlens, start, lengths) -> Pack | None:
     """Lays sequences on the flat token axis [B * T]; None when rows are whole and start on the chunk grid."""
     if cu_seqlens is not None:
         if batch != 1 or lengths is not None:
@@ -185,7 +185,7 @@ def _pack(batch, tokens, cu_seqlens, start, lengths, boundaries) -> Pack | None:
             if host[0] != 0 or (np.diff(host) < 0).any() or host[-1] > tokens:
                 raise ValueError(f"cu_seqlens must rise from 0 to at most T={tokens}, got {host.tolist()}")
         first, count = cu[:-1], cu[1:] - cu[:-1]
-    elif start is None and lengths is None and boundaries is None:
+    elif start is None and lengths is None:
         return None
     else:
         first = jnp.arange(batch, dtype=jnp.int32) * tokens

@@ -6,24 +6,34 @@ is written but the output.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.buffers import zeros_after
 from pallas_kernels.kda.chunk import Chunk, both, chunk_matrices, columns_product, product, unit_lower_inverse
-from pallas_kernels.kda.grid import Form, Inputs, Row, extent, load, num_groups, pad, row_of, store
+from pallas_kernels.kda.grid import Form, Inputs, Row, extent, load, num_groups, pad, room, row_of, store
 from pallas_kernels.kda.reference import Pack
 
 
-def advance_chunk(
+def read_group(
+    form: Form, inputs: Inputs, row: Row | None, group: jax.Array
+) -> tuple[Inputs, Chunk, jax.Array]:
+    """A group's inputs, and what can be known of its chunks before the state arrives."""
+    x = load(inputs, row, group, form)
+    chunk, _ = chunk_matrices(x.q, x.k, x.g, form.bounded)
+    return x, chunk, unit_lower_inverse(x.beta[..., None] * chunk.pairs[..., 0, :, :])
+
+
+def read_state(
     chunk: Chunk, inverse: jax.Array, v: jax.Array, beta: jax.Array, state: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Runs one chunk over the state it meets: out [.., L, V], u [.., L, V] and the next state."""
+) -> tuple[jax.Array, jax.Array]:
+    """What a chunk's tokens read from the state it meets, [.., L, V], and what they write, u [.., L, V]."""
     length = v.shape[-2]
     reads = product(both(chunk.reads), state)
     u = product(inverse, beta[..., None] * (v - reads[..., :length, :]))
-    out = reads[..., length:, :] + product(chunk.pairs[..., 1, :, :], u)
-    return out, u, next_state(chunk, u, state)
+    return reads[..., length:, :] + product(chunk.pairs[..., 1, :, :], u), u
 
 
 def next_state(chunk: Chunk, u: jax.Array, state: jax.Array) -> jax.Array:
@@ -32,18 +42,16 @@ def next_state(chunk: Chunk, u: jax.Array, state: jax.Array) -> jax.Array:
 
 
 def run_group(form: Form, inputs: Inputs, row: Row | None, group, state, out):
-    """Advances the state over one group; returns it with the output buffer, the inputs read and every u."""
-    x = load(inputs, row, group, form)
-    chunk, _ = chunk_matrices(x.q, x.k, x.g, form.bounded)
-    inverse = unit_lower_inverse(x.beta[..., None] * chunk.pairs[..., 0, :, :])
+    """Advances the state over one group; returns it with the output buffer."""
+    x, chunk, inverse = read_group(form, inputs, row, group)
 
     def advance(state, xs):
         chunk, inverse, v, beta = xs
-        out, u, state = advance_chunk(chunk, inverse, v, beta, state)
-        return state, (out, u)
+        out, u = read_state(chunk, inverse, v, beta, state)
+        return next_state(chunk, u, state), out
 
-    state, (outs, us) = jax.lax.scan(advance, state, (chunk, inverse, x.v, x.beta))
-    return state, store(out, outs * form.scale, row, group, form), x, us
+    state, outs = jax.lax.scan(advance, state, (chunk, inverse, x.v, x.beta))
+    return state, store(out, outs * form.scale, row, group, form, rising=True)
 
 
 def over_sequences(pack: Pack, states: jax.Array, run, carry):
@@ -62,13 +70,13 @@ def over_sequences(pack: Pack, states: jax.Array, run, carry):
 def forward(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | None) -> tuple[jax.Array, jax.Array]:
     """out [B, T, H, V] and the final states: of a grid [B * H, K, V], of a pack [N, H, K, V]."""
     tokens = inputs.v.shape[1]
-    padded = pad(inputs, pack, form)
-    out = zeros_after(inputs.v, padded.v.shape, jnp.float32)
+    padded = Inputs(*(pad(x, pack, form) for x in inputs))
+    out = zeros_after(inputs.v, room(inputs.v, pack, form), jnp.float32)
 
     def loop(row: Row | None, groups: jax.Array | int, state: jax.Array, out: jax.Array):
         def advance(i: jax.Array, carry: tuple[jax.Array, jax.Array]):
             state, out = carry
-            return run_group(form, padded, row, i, state, out)[:2]
+            return run_group(form, padded, row, i, state, out)
 
         return jax.lax.fori_loop(0, groups, advance, (state, out))
 
@@ -82,8 +90,16 @@ def forward(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | None) ->
     return out[:, :tokens], final
 
 
+class Due(NamedTuple):
+    """The boundaries of one loop over chunks."""
+
+    counts: jax.Array  # [M] tokens of this call, rising
+    slots: jax.Array  # [M] where each one's state belongs: sequence * NB + boundary
+    lanes: jax.Array  # [M] which of the sequences that advance together it belongs to
+
+
 def forward_at(
-    form: Form, inputs: Inputs, states: jax.Array, pack: Pack, boundaries: jax.Array
+    form: Form, inputs: Inputs, states: jax.Array, pack: Pack | None, boundaries: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `forward`, chunk by chunk (`form.group` is 1), also returning the states at boundaries, [N, NB, H, K, V].
 
@@ -91,45 +107,69 @@ def forward_at(
     not by the sequence's length.
     """
     tokens = inputs.v.shape[1]
-    padded = pad(inputs, pack, form)
-    out = zeros_after(inputs.v, padded.v.shape, jnp.float32)
-    groups = num_groups(pack, form)
-    order = jnp.argsort(boundaries, axis=1)
-    due = jnp.minimum(jnp.take_along_axis(boundaries, order, axis=1), pack.count[:, None])
-    num_due = boundaries.shape[1]
+    padded = Inputs(*(pad(x, pack, form) for x in inputs))
+    out = zeros_after(inputs.v, room(inputs.v, pack, form), jnp.float32)
+    slots = jnp.arange(boundaries.size, dtype=jnp.int32).reshape(boundaries.shape)
+    at = jnp.repeat(states, boundaries.shape[1], axis=0)
+    heads = states.shape[1]
 
-    def sequence(n, state, carry):
-        row = row_of(pack, n, form)
-
+    def loop(row: Row | None, groups, due: Due, state, carry):
         def advance(i, carry):
             state, out, at, seen = carry
-            after, out, x, us = run_group(form, padded, row, i, state, out)
-            begin, end = extent(row, i, form)
+            x, chunk, inverse = read_group(form, padded, row, i)
+            x, chunk, inverse = jax.tree.map(lambda x: x[0], (x, chunk, inverse))
+            outs, u = read_state(chunk, inverse, x.v, x.beta, state)
+            out = store(out, outs[None] * form.scale, row, i, form, rising=True)
+            begin, end = (i * form.chunk, (i + 1) * form.chunk) if row is None else extent(row, i, form)
 
             def is_due(carry):
-                _, seen = carry
-                return (seen < num_due) & (due[n, jnp.minimum(seen, num_due - 1)] <= end)
+                seen = carry[1]
+                return (seen < due.counts.size) & (due.counts[jnp.minimum(seen, due.counts.size - 1)] <= end)
 
             def snapshot(carry):
                 at, seen = carry
-                here = _state_inside(form, x, us, due[n, seen] - begin, state)
-                return jax.lax.dynamic_update_slice(
-                    at, here[None, None], (n, order[n, seen], 0, 0, 0)
-                ), seen + 1
+                k, g, u_, met = (
+                    jax.lax.dynamic_slice_in_dim(x, due.lanes[seen] * heads, heads)
+                    for x in (x.k, x.g, u, state)
+                )
+                here = _state_inside(form, k, g, u_, due.counts[seen] - begin, met)
+                return jax.lax.dynamic_update_slice_in_dim(at, here[None], due.slots[seen], 0), seen + 1
 
             at, seen = jax.lax.while_loop(is_due, snapshot, (at, seen))
-            return after, out, at, seen
+            # The states are taken before this one is overwritten: else XLA copies it for every chunk.
+            seen, u = jax.lax.optimization_barrier((seen, u))
+            return next_state(chunk, u, state), out, at, seen
 
-        state, out, at, _ = jax.lax.fori_loop(0, groups[n], advance, (state, *carry, jnp.int32(0)))
+        state, out, at, _ = jax.lax.fori_loop(0, groups, advance, (state, *carry, jnp.int32(0)))
         return state, (out, at)
 
-    at = jnp.repeat(states[:, None], num_due, axis=1)
-    final, (out, at) = over_sequences(pack, states, sequence, (out, at))
-    return out[:, :tokens], final, at
+    if pack is None:
+        flat = boundaries.reshape(-1)
+        order = jnp.argsort(flat)
+        due = Due(flat[order], order, order // boundaries.shape[1])
+        joined = states.reshape(-1, *states.shape[2:])
+        final, (out, at) = loop(None, padded.v.shape[1] // form.chunk, due, joined, (out, at))
+        final = final.reshape(states.shape)
+    else:
+        groups = num_groups(pack, form)
+        order = jnp.argsort(boundaries, axis=1)
+        counts = jnp.minimum(jnp.take_along_axis(boundaries, order, axis=1), pack.count[:, None])
+        due = Due(counts, jnp.take_along_axis(slots, order, axis=1), jnp.zeros_like(slots))
+        final, (out, at) = over_sequences(
+            pack,
+            states,
+            lambda n, state, carry: loop(
+                row_of(pack, n, form), groups[n], jax.tree.map(lambda x: x[n], due), state, carry
+            ),
+            (out, at),
+        )
+    return out[:, :tokens], final, at.reshape(*boundaries.shape, *states.shape[1:])
 
 
-def _state_inside(form: Form, x: Inputs, u: jax.Array, rows: jax.Array, state: jax.Array) -> jax.Array:
-    """The state after the first `rows` tokens of a group's only chunk: the bits of a call that ends there."""
+def _state_inside(
+    form: Form, k: jax.Array, g: jax.Array, u: jax.Array, rows: jax.Array, state: jax.Array
+) -> jax.Array:
+    """The state after the first `rows` tokens of a chunk: the bits of a call that ends there."""
     live = (jnp.arange(form.chunk) < rows)[:, None]
-    k, g, u = (jnp.where(live, y[0], 0.0) for y in (x.k, x.g, u))
-    return next_state(chunk_matrices(x.q[0], k, g, form.bounded)[0], u, state)
+    k, g, u = (jnp.where(live, y, 0.0) for y in (k, g, u))
+    return next_state(chunk_matrices(k, k, g, form.bounded)[0], u, state)

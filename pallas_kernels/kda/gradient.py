@@ -19,7 +19,7 @@ from pallas_kernels.kda.chunk import (
 )
 from pallas_kernels.kda.chunk_gradient import chunk_gradient
 from pallas_kernels.kda.forward import forward, forward_at, next_state, over_sequences, run_group
-from pallas_kernels.kda.grid import Form, Inputs, load, num_groups, pad, read, row_of, store
+from pallas_kernels.kda.grid import Form, Inputs, load, num_groups, pad, read, room, row_of, store
 from pallas_kernels.kda.reference import Pack
 
 BACKWARD_GROUP = 4
@@ -34,15 +34,15 @@ def _chunked_fwd(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | Non
     """As forward, also keeping the state that each group of the backward pass begins with, [groups, ...]."""
     form = form._replace(group=BACKWARD_GROUP)
     tokens = inputs.v.shape[1]
-    padded = pad(inputs, pack, form)
-    out = zeros_after(inputs.v, padded.v.shape, jnp.float32)
+    padded = Inputs(*(pad(x, pack, form) for x in inputs))
+    out = zeros_after(inputs.v, room(inputs.v, pack, form), jnp.float32)
     span = form.chunk * form.group
 
     def advance(row, base):
         def body(i, carry):
             state, out, kept = carry
             kept = jax.lax.dynamic_update_slice_in_dim(kept, state[None], base + i, axis=0)
-            return *run_group(form, padded, row, i, state, out)[:2], kept
+            return *run_group(form, padded, row, i, state, out), kept
 
         return body
 
@@ -70,9 +70,9 @@ def _chunked_bwd(form: Form, residuals, cotangents):
     inputs, kept, pack = residuals
     dout, dfinal = cotangents
     tokens = inputs.v.shape[1]
-    padded = pad(inputs, pack, form)
-    dout = jnp.pad(dout, ((0, 0), (0, padded.v.shape[1] - tokens), (0, 0), (0, 0)))
-    grads = jax.tree.map(lambda x: zeros_after(dout, x.shape, x.dtype), padded)
+    padded = Inputs(*(pad(x, pack, form) for x in inputs))
+    grads = Inputs(*(zeros_after(dout, room(x, pack, form), x.dtype) for x in inputs))
+    dout = pad(dout, pack, form)
 
     def retreat(row, base, groups):
         def body(j, carry):
@@ -153,7 +153,7 @@ chunked_at = jax.custom_vjp(forward_at, nondiff_argnums=(0,))
 """`forward_at`, which refuses to be differentiated."""
 
 
-def _chunked_at_fwd(form: Form, inputs: Inputs, states: jax.Array, pack: Pack, boundaries: jax.Array):
+def _chunked_at_fwd(form: Form, inputs: Inputs, states: jax.Array, pack: Pack | None, boundaries: jax.Array):
     raise NotImplementedError(
         "kda_prefill: no gradients with boundaries; cut the call at the boundary instead"
     )

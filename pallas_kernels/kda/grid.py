@@ -78,7 +78,10 @@ def read(x: jax.Array, row: Row | None, group: jax.Array, form: Form) -> jax.Arr
     chunks = []
     for p in range(form.group):
         begin, end = extent(row, group * form.group + p, form)
-        chunk = jnp.moveaxis(_slice(x, row.first + begin, form.chunk)[0], 1, 0)  # [H, L, ...]
+        # Rows behind the last token are that token again, and dead: no copy of x with room behind it is needed.
+        rows = jnp.minimum(row.first + begin + jnp.arange(form.chunk), x.shape[1] - 1)
+        chunk = x[0].at[rows].get(mode="promise_in_bounds", indices_are_sorted=True)
+        chunk = jnp.moveaxis(chunk, 1, 0)  # [H, L, ...]
         live = (jnp.arange(form.chunk) < end - begin).reshape(-1, *[1] * (x.ndim - 3))
         chunks.append(jnp.where(live, chunk, 0.0))
     return jnp.stack(chunks)
@@ -88,8 +91,14 @@ def _slice(x: jax.Array, at: jax.Array, length: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, at, length, axis=1)
 
 
-def store(whole: jax.Array, parts: jax.Array, row: Row | None, group: jax.Array, form: Form) -> jax.Array:
-    """Writes a group's rows [group, B*H, L, ...] back; rows behind a chunk's end keep what stands there."""
+def store(
+    whole: jax.Array, parts: jax.Array, row: Row | None, group: jax.Array, form: Form, *, rising: bool = False
+) -> jax.Array:
+    """Writes a group's rows [group, B*H, L, ...] back.
+
+    Rows behind a chunk's end keep what stands there. Who writes the chunks of all sequences in `rising` order need not
+    read that: those rows become zeros until their own chunk comes.
+    """
     if row is None:
         block = parts.reshape(form.group, whole.shape[0], whole.shape[2], form.chunk, *parts.shape[3:])
         block = jnp.moveaxis(block, (0, 2), (1, 3))
@@ -100,15 +109,18 @@ def store(whole: jax.Array, parts: jax.Array, row: Row | None, group: jax.Array,
         at = row.first + begin
         block = jnp.moveaxis(parts[p], 0, 1)[None]
         live = (jnp.arange(form.chunk) < end - begin).reshape(-1, *[1] * (block.ndim - 2))
-        block = jnp.where(live, block, _slice(whole, at, form.chunk))
+        block = jnp.where(live, block, 0.0 if rising else _slice(whole, at, form.chunk))
         whole = jax.lax.dynamic_update_slice_in_dim(whole, block, at, axis=1)
     return whole
 
 
-def pad(inputs: Inputs, pack: Pack | None, form: Form) -> Inputs:
-    """Room for the last chunk to be read whole."""
-    tokens = inputs.q.shape[1]
-    extra = form.chunk if pack is not None else -tokens % (form.chunk * form.group)
-    if extra == 0:
-        return inputs
-    return Inputs(*(jnp.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)) for x in inputs))
+def room(x: jax.Array, pack: Pack | None, form: Form) -> tuple[int, ...]:
+    """The shape of x with room for its last chunk to be written whole."""
+    tokens = x.shape[1] + (form.chunk if pack is not None else -x.shape[1] % (form.chunk * form.group))
+    return x.shape[0], tokens, *x.shape[2:]
+
+
+def pad(x: jax.Array, pack: Pack | None, form: Form) -> jax.Array:
+    """A grid's input with room for its last chunk to be read whole; a pack's needs none."""
+    extra = 0 if pack is not None else room(x, pack, form)[1] - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)) if extra else x
