@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 
 python := $(VENV)/bin/python
 pytest = $(python) -m pytest -q -n $(WORKERS) --dist loadfile --durations=8
-quick = XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
+quick = $(pytest) --quick-compile
 # Modules are compiled when they are first imported: most never are.
 install = $(python) -m pip install -qq --no-compile --disable-pip-version-check
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -28,12 +28,12 @@ demo: $(VENV)/.installed
 # Twice, once with little optimisation, for what is not about compiled arithmetic; one of the two may select no test (5).
 test: $(VENV)/.installed-dev
 	@little=0; all=0; \
-	$(quick) $(pytest) -m 'not parity and not optimised' $(TESTS) || little=$$?; \
+	$(quick) -m 'not parity and not optimised' $(TESTS) || little=$$?; \
 	$(pytest) -m optimised $(TESTS) || all=$$?; \
 	case "$$little $$all" in '0 0' | '0 5' | '5 0') ;; *) exit 1 ;; esac
 
 parity: $(VENV)/.installed-parity
-	@$(quick) $(pytest) --dist load -m parity $(TESTS)
+	@$(quick) --dist load -m parity $(TESTS)
 
 bench: $(VENV)/.installed-parity $(VENV)/.installed-peers
 	@mkdir -p out

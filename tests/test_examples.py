@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 from collections.abc import Callable
@@ -35,13 +34,6 @@ MODEL = dict(
     num_shared_experts=1, bos_token_id=256, eos_token_id=257, pad_token_id=258,
 )  # fmt: skip
 PLAN = Plan(model=MODEL, phases=(Phase(steps=6, batch=2, length=32, micro=1),), seed=1)
-
-
-@pytest.fixture
-def quick_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less work for LLVM in what an example compiles; its promises do not depend on it."""
-    quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    monkeypatch.setattr(jax, "jit", quick)
 
 
 @pytest.fixture
@@ -81,7 +73,7 @@ def test_recall_asks_for_what_was_read() -> None:
 
 
 @pytest.mark.slow  # compiles KDA's gradient
-@pytest.mark.usefixtures("quick_compilation", "lenient_optax")
+@pytest.mark.usefixtures("lenient_optax")
 def test_recall_learns_and_its_seed_decides_all() -> None:
     reported: list[tuple[int, float]] = []
     options: dict[str, Any] = dict(steps=30, seed=0, batch=16, rate=2e-2, test_rows=256)
@@ -111,7 +103,6 @@ def test_recall_refuses_in_one_line(options: str, words: str) -> None:
 
 
 @pytest.mark.slow  # compiles KDA's gradient
-@pytest.mark.usefixtures("quick_compilation")
 def test_linen_carries_parameters_and_states(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,7 +127,7 @@ def sources(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow  # compiles KDA's gradient
-@pytest.mark.usefixtures("quick_compilation", "lenient_optax")
+@pytest.mark.usefixtures("lenient_optax")
 def test_a_training_run_that_was_stopped_is_the_run_that_was_not(sources: Path, tmp_path: Path) -> None:
     files = corpus.split_sources(corpus.find_sources(sources), seed=PLAN.seed)
     (tmp_path / "whole").mkdir()

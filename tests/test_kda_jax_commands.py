@@ -222,6 +222,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.optimised
 def test_demo_resumes_to_the_bit(byte_model: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", "--model", str(byte_model), "--source", str(source), "--new-tokens", "5"]) == 0
     out = capsys.readouterr().out

@@ -65,6 +65,7 @@ def joined(pieces: Sequence[str | int]) -> str:
     return "".join(map(str, pieces))
 
 
+@pytest.mark.optimised
 def test_greedy_tokens_and_state_are_those_of_the_plain_loop(parts: SplitModel) -> None:
     tokens, state = greedy(parts, 12)
     got = generate(parts, PROMPT, max_new_tokens=12)
@@ -91,6 +92,7 @@ def test_another_seed_is_another_text(parts: SplitModel) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, CHANCE], ids=["greedy", "chance"])
+@pytest.mark.optimised
 def test_stops_before_a_stop_token(parts: SplitModel, options: dict[str, Any]) -> None:
     whole = generate(parts, PROMPT, max_new_tokens=40, **options).tokens
     for at in (0, 1, 9):

@@ -23,7 +23,7 @@ from random_model import random_model, small_config
 
 pytestmark = pytest.mark.optimised
 
-TOKENS, CAPACITY, ROWS = 200, 256, 2
+TOKENS, CAPACITY, ROWS = 200, 256, 6
 ROUNDING = 5e-6
 LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 200)
 GRID_CUTS = (64, 128, 192)
@@ -96,7 +96,7 @@ def test_a_beginning_has_the_bits_it_has_in_the_whole(whole: Whole, length: int)
 
 
 def test_a_row_has_the_bits_it_has_alone(whole: Whole) -> None:
-    for row in range(ROWS):
+    for row in (0, ROWS - 1):
         logits, end = whole.read(whole.tokens[row : row + 1])
         np.testing.assert_array_equal(logits[0], whole.logits[row])
         assert_same_state(whole.end, end, slice(row, row + 1))
@@ -104,28 +104,27 @@ def test_a_row_has_the_bits_it_has_alone(whole: Whole) -> None:
 
 def test_rows_that_end_at_different_lengths_are_the_rows_alone(whole: Whole) -> None:
     counts = [TOKENS, 65, 1, 0, 127, 64]
-    rows = [0, 1, 0, 1, 0, 1]
-    padded = np.random.default_rng(1).integers(0, 60, (len(counts), TOKENS))
-    for row, (source, count) in enumerate(zip(rows, counts)):
-        padded[row, :count] = whole.tokens[source, :count]
+    padded = np.random.default_rng(1).integers(0, 60, whole.tokens.shape)
+    for row, count in enumerate(counts):
+        padded[row, :count] = whole.tokens[row, :count]
     logits, end = whole.read(padded, lengths=counts)
     last, _ = whole.read(padded, lengths=counts, last_only=True)
-    for row, (source, count) in enumerate(zip(rows, counts)):
-        np.testing.assert_array_equal(logits[row, :count], whole.logits[source, :count])
+    for row, count in enumerate(counts):
+        np.testing.assert_array_equal(logits[row, :count], whole.logits[row, :count])
         if count:
-            np.testing.assert_array_equal(last[row, 0], whole.logits[source, count - 1])
-            _, both = whole.read(whole.tokens[:, :count])  # the programs of other tests
-            alone = jax.tree.map(lambda leaf, source=source: leaf[source : source + 1], both)
+            np.testing.assert_array_equal(last[row, 0], whole.logits[row, count - 1])
+            _, all_rows = whole.read(whole.tokens[:, :count])
+            alone = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], all_rows)
             assert_same_state(end, alone, slice(row, row + 1))
     assert not any(np.asarray(leaf[3]).any() for leaf in jax.tree.leaves(end)), "a row without tokens"
 
 
 def test_a_row_of_padding_leaves_its_state_alone(whole: Whole) -> None:
     _, state = whole.read(whole.tokens[:, :70])
-    _, end = whole.read(whole.tokens[:, 70:140], state, lengths=[70, 0])
+    _, end = whole.read(whole.tokens[:, 70:140], state, lengths=[70] + [0] * (ROWS - 1))
     _, alone = whole.read(whole.tokens[:, 70:140], state)
     assert_same_state(alone, jax.tree.map(lambda leaf: leaf[:1], end), slice(0, 1))
-    assert_same_state(state, jax.tree.map(lambda leaf: leaf[1:], end), slice(1, 2))
+    assert_same_state(state, jax.tree.map(lambda leaf: leaf[1:], end), slice(1, ROWS))
 
 
 @pytest.mark.parametrize("first_changed", [1, 15, 64, 100, 199])
@@ -168,6 +167,7 @@ def test_decoding_goes_on_where_prefill_stopped(whole: Whole) -> None:
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, state))
 
 
+@pytest.mark.parametrize("whole", [MODELS["softplus"]], ids=["softplus"], indirect=True)
 def test_the_call_that_training_makes_is_the_same_within_rounding(whole: Whole) -> None:
     graphdef, params = whole.parts
     logits, end = jax.jit(lambda p, x: nnx.merge(graphdef, p)(x))(params, jnp.asarray(whole.tokens))
@@ -175,6 +175,7 @@ def test_the_call_that_training_makes_is_the_same_within_rounding(whole: Whole) 
     assert end.position.tolist() == [TOKENS] * ROWS
 
 
+@pytest.mark.parametrize("whole", [MODELS["bounded"]], ids=["bounded"], indirect=True)
 def test_under_a_callers_jit_prefill_and_decode_are_the_same_within_rounding(whole: Whole) -> None:
     graphdef, params = whole.parts
 
@@ -187,7 +188,7 @@ def test_under_a_callers_jit_prefill_and_decode_are_the_same_within_rounding(who
     logits, after, checkpoints = run(params, jnp.asarray(whole.tokens))
     assert_close("prefill", whole.logits[:, :70], logits, ROUNDING)
     assert_close("decode", whole.logits[:, 70], after, ROUNDING)
-    assert checkpoints[0].position.tolist() == [64, 64]
+    assert checkpoints[0].position.tolist() == [64] * ROWS
 
 
 LAYERS: dict[str, Any] = {
@@ -204,18 +205,21 @@ LAYERS: dict[str, Any] = {
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 def test_a_layer_keeps_the_laws_by_itself(make: Any) -> None:
     layer = make()
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 192, 24)), jnp.float32)
-    start = layer.empty(3, *([192] if isinstance(layer, MultiHeadLatentAttention) else []))
-    run = jax.jit(lambda x, state, lengths: layer(x, state, lengths=lengths))
-    whole, end = run(x, start, None)
-    for cut in (64, 128):
-        first, state = run(x[:, :cut], start, None)
-        second, after = run(x[:, cut:], state, None)
-        np.testing.assert_array_equal(np.concatenate([first, second], axis=1), whole)
-        jax.tree.map(np.testing.assert_array_equal, end, after)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 128, 24)), jnp.float32)
+    start = layer.empty(3, *([128] if isinstance(layer, MultiHeadLatentAttention) else []))
+    program = jax.jit(lambda x, state, lengths: layer(x, state, lengths=lengths))
+
+    def run(x: jax.Array, state: Any, lengths: Any = None) -> Any:
+        return program(x, state, jnp.full(x.shape[0], x.shape[1], jnp.int32) if lengths is None else lengths)
+
+    whole, end = run(x, start)
+    first, state = run(x[:, :64], start)
+    second, after = run(x[:, 64:], state)
+    np.testing.assert_array_equal(np.concatenate([first, second], axis=1), whole)
+    jax.tree.map(np.testing.assert_array_equal, end, after)
     changed = x.at[:, 100:].multiply(jnp.float32(-3))
-    np.testing.assert_array_equal(run(changed, start, None)[0][:, :100], whole[:, :100])
-    counts = jnp.asarray([192, 70, 0], jnp.int32)
+    np.testing.assert_array_equal(run(changed, start)[0][:, :100], whole[:, :100])
+    counts = jnp.asarray([128, 70, 0], jnp.int32)
     ragged, after = run(x, start, counts)
     alone, state = run(x[1:2], jax.tree.map(lambda leaf: leaf[1:2], start), counts[1:2])
     np.testing.assert_array_equal(ragged[0], whole[0])
@@ -247,5 +251,5 @@ def test_at_real_head_sizes_boundaries_change_no_bit() -> None:
     np.testing.assert_array_equal(np.asarray(with_boundaries), np.asarray(logits))
     assert_same_state(end, same_end)
     for boundary, checkpoint in zip(boundaries, checkpoints, strict=True):
-        _, alone = prefill(parts, tokens[:, :boundary], capacity=700)
+        _, alone = prefill(parts, tokens, lengths=[boundary])
         assert_same_state(alone, checkpoint)

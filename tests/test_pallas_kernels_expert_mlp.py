@@ -10,8 +10,6 @@ import pytest
 from measure import assert_close
 from pallas_kernels import expert_mlp
 
-pytestmark = pytest.mark.optimised
-
 WIDTH, INNER, EXPERTS, SLOTS = 20, 12, 5, 2
 
 
@@ -67,6 +65,7 @@ def test_an_id_of_no_expert_adds_nothing(num_tokens: int) -> None:
         assert_close(implementation, want, got, 1e-6)
 
 
+@pytest.mark.optimised
 def test_a_row_keeps_its_bits_whatever_stands_around_it() -> None:
     x, ids, weights, *matrices = inputs(900)
     whole = mix(x, ids, weights, *matrices)
@@ -123,6 +122,7 @@ def test_the_program_does_not_grow_with_experts(num_tokens: int) -> None:
     assert lines(256) == lines(32)
 
 
+@pytest.mark.optimised
 def test_decode_inside_a_scan() -> None:
     x, ids, weights, *matrices = map(jnp.asarray, inputs(4))
 

@@ -11,8 +11,6 @@ from measure import assert_close
 from pallas_kernels import l2_normalize, rms_norm
 from pallas_kernels.fixed_order import sum_of_squares
 
-pytestmark = pytest.mark.optimised
-
 
 @pytest.mark.parametrize("channels", [1, 2, 48, 100, 256])
 def test_sum_of_squares_and_its_gradient(channels: int) -> None:
@@ -27,6 +25,7 @@ def test_sum_of_squares_and_its_gradient(channels: int) -> None:
 @pytest.mark.parametrize(
     "norm", [l2_normalize, lambda x: rms_norm(x, jnp.ones(x.shape[-1:]), eps=1e-5)], ids=["l2", "rms"]
 )
+@pytest.mark.optimised
 def test_a_row_alone_has_the_bits_it_has_among_many(norm, shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     norm = jax.jit(norm)

@@ -12,8 +12,6 @@ import pytest
 from measure import assert_close
 from pallas_kernels import mla_attention
 
-pytestmark = pytest.mark.optimised
-
 HEADS, RANK, ROPE = 2, 24, 8
 SCALE = 0.3
 
@@ -58,6 +56,7 @@ def test_matches_the_formula(num_tokens: int, capacity: int, start: list[int], i
     [([64], [200]), ([128], [256, 700]), ([192], [700, 200]), ([64, 128, 192], [64, 700, 256, 200])],
     ids=str,
 )
+@pytest.mark.optimised
 def test_cuts_keep_every_bit(cuts: list[int], capacities: list[int]) -> None:
     q, latents = inputs(1, 200, 200)
     whole = attend(q, latents)
@@ -69,6 +68,7 @@ def test_cuts_keep_every_bit(cuts: list[int], capacities: list[int]) -> None:
         np.testing.assert_array_equal(part, whole[:, first:last])
 
 
+@pytest.mark.optimised
 def test_a_cut_through_many_key_blocks_keeps_every_bit() -> None:
     q, latents = inputs(1, 1100, 1100)
     whole = attend(q, latents)
@@ -78,6 +78,7 @@ def test_a_cut_through_many_key_blocks_keeps_every_bit() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.optimised
 def test_a_batch_is_its_rows_to_the_bit(num_tokens: int) -> None:
     q, latents = inputs(4, num_tokens, 600)
     start, lengths = np.array([0, 3, 255, 560]), np.array([num_tokens, 1, 0, num_tokens])
@@ -95,6 +96,7 @@ def test_a_batch_is_its_rows_to_the_bit(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 66])
 @pytest.mark.parametrize("page_size", [16, 60, 256, 1024], ids=lambda size: f"page{size}")
+@pytest.mark.optimised
 def test_pages_are_contiguous_rows_to_the_bit(page_size: int, num_tokens: int) -> None:
     q, latents = inputs(2, num_tokens, 600)
     start = np.array([600 - num_tokens, 5])
@@ -160,6 +162,7 @@ def test_bfloat16_inputs_softmax_in_float32() -> None:
     assert [g.dtype for g in gradient(q, latents)] == [jnp.bfloat16, jnp.bfloat16]
 
 
+@pytest.mark.optimised
 def test_decode_inside_a_scan_that_carries_the_rows() -> None:
     q, latents = inputs(2, 5, 300)
     start = np.array([250, 3])

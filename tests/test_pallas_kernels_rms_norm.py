@@ -10,8 +10,6 @@ import pytest
 from measure import assert_close
 from pallas_kernels import rms_norm, rms_norm_gated
 
-pytestmark = pytest.mark.optimised
-
 EPS = 1e-2  # large enough to be seen
 
 

@@ -13,8 +13,6 @@ import pytest
 from measure import assert_close
 from pallas_kernels import short_conv, short_conv_step
 
-pytestmark = pytest.mark.optimised
-
 CHANNELS = 19  # no multiple of a vector register
 TAPS = 4
 
@@ -49,6 +47,7 @@ def test_matches_the_formula(num_tokens: int, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 15, 16, 17, 63, 64, 65, 127])
+@pytest.mark.optimised
 def test_split_keeps_every_bit(cut: int) -> None:
     x, weight, window = inputs(130)
     whole, end = conv(x, weight, window)
@@ -58,6 +57,7 @@ def test_split_keeps_every_bit(cut: int) -> None:
     np.testing.assert_array_equal(split_end, end)
 
 
+@pytest.mark.optimised
 def test_steps_are_a_prefill_to_the_bit() -> None:
     x, weight, window = inputs(9, rows=2)
     whole, end = conv(x, weight, window)
@@ -69,6 +69,7 @@ def test_steps_are_a_prefill_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.optimised
 def test_padding_is_never_read_and_gives_zero(implementation: str) -> None:
     x, weight, window = inputs(8, rows=5)
     lengths = np.array([0, 1, 2, 5, 8], np.int32)
@@ -101,6 +102,7 @@ PACKS = {
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("cu", PACKS.values(), ids=PACKS.keys())
+@pytest.mark.optimised
 def test_a_pack_is_its_sequences(cu: list[int], implementation: str) -> None:
     num = len(cu) - 1
     x, weight, _ = inputs(13)
