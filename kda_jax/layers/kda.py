@@ -99,6 +99,8 @@ class KimiDeltaAttention(nnx.Module):
             y, the state behind each row's last token, and with `boundaries` the states there, [B, NB, ...].
         """
         mixed, decay, gate, beta = self.in_proj(x)
+        # The few columns of the gates are copied, or they would keep the whole projection alive.
+        decay, gate, beta = jax.lax.optimization_barrier((decay, gate, beta))
         decay = self.f_b(decay).reshape(*x.shape[:2], self.num_v_heads, self.head_dim)
         decay = kda_gate(decay, self.A_log[...], self.dt_bias[...], lower_bound=self.gate_lower_bound)
         beta = jax.nn.sigmoid(beta.astype(jnp.float32))
@@ -112,9 +114,12 @@ class KimiDeltaAttention(nnx.Module):
         y = self.o_proj(out.reshape(*x.shape[:2], -1))
         return (y, new) if at is None else (y, new, at)
 
-    def _heads(self, mixed: Float[Array, "*rows C"]) -> tuple[Array, Array, Array]:
-        rows, keys = mixed.shape[:-1], self.num_heads * self.head_dim
-        q, k, v = jnp.split(mixed, (keys, 2 * keys), axis=-1)
+    def _parts(self, mixed: Float[Array, "*rows C"] | None) -> list[Array] | list[None]:
+        keys = self.num_heads * self.head_dim
+        return [None] * 3 if mixed is None else jnp.split(mixed, (keys, 2 * keys), axis=-1)
+
+    def _heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        rows = q.shape[:-1]
         q, k = (x.reshape(*rows, self.num_heads, self.head_dim) for x in (q, k))
         return q, k, v.reshape(*rows, self.num_v_heads, self.v_head_dim)
 
@@ -122,7 +127,7 @@ class KimiDeltaAttention(nnx.Module):
         self, mixed: Array, decay: Array, beta: Array, state: KDAState
     ) -> tuple[Array, KDAState, KDAState | None]:
         mixed, window = short_conv_step(mixed[:, 0], self.conv[...], state.conv)
-        q, k, v = self._heads(mixed)
+        q, k, v = self._heads(*self._parts(mixed))
         out, recurrent = kda_step(q, k, v, decay[:, 0], beta[:, 0], state.recurrent, qk_l2norm=True)
         return out[:, None], KDAState(recurrent, window, state.position + 1), None
 
@@ -139,11 +144,15 @@ class KimiDeltaAttention(nnx.Module):
         window, recurrent, start = (
             (None,) * 3 if state is None else (state.conv, state.recurrent, state.position)
         )
-        mixed, window, *windows = short_conv(
-            mixed, self.conv[...], window, lengths=lengths, boundaries=boundaries
-        )
+        # Queries, keys and values one after the other: XLA keeps what each was made of until it is done.
+        parts = [
+            short_conv(x, weight, before, lengths=lengths, boundaries=boundaries)
+            for x, weight, before in zip(*map(self._parts, (mixed, self.conv[...], window)))
+        ]
+        mixed, *joined = zip(*parts, strict=True)
+        window, *windows = (jnp.concatenate(x, axis=-1) for x in joined)
         out, recurrent, *recurrents = kda_prefill(
-            *self._heads(mixed),
+            *self._heads(*mixed),
             decay,
             beta,
             recurrent,

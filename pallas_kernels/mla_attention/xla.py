@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.buffers import zeros_after
 from pallas_kernels.fixed_order import MIN_ROWS
 from pallas_kernels.mla_attention.rows import Rows
 from pallas_kernels.precision import accumulator, contract, rows_matmul, rows_matmul_t
@@ -87,7 +88,7 @@ def _forward(q, latents, page_table, start, lengths, rank, scale):
         logsum = jnp.where(valid, top + jnp.log(total), jnp.inf)
         return _write(outputs[0], out, b, first), _write(outputs[1], logsum[:, None], b, first)
 
-    outputs = tuple(jnp.zeros((batch, count * size, heads, width), wide) for width in (rank, 1))
+    outputs = tuple(zeros_after(q, (batch, count * size, heads, width), wide) for width in (rank, 1))
     out, logsum = jax.lax.fori_loop(0, batch * count, attend_block, outputs)
     return out[:, :num_tokens], logsum
 
@@ -153,8 +154,8 @@ def _attend_bwd(rank, scale, residuals, d_out):
         d_queries, d_rows = _over_keys(pull_keys, carry, first, size, start[b], lengths[b])
         return _write(d_q, d_queries * scale, b, first), d_rows
 
-    d_q = jnp.zeros(padded_q.shape, wide)
-    d_rows = jnp.zeros((batch, -(-rows.capacity // KEY_BLOCK) * KEY_BLOCK, channels), wide)
+    d_q = zeros_after(d_out, padded_q.shape, wide)
+    d_rows = zeros_after(d_out, (batch, -(-rows.capacity // KEY_BLOCK) * KEY_BLOCK, channels), wide)
     d_q, d_rows = jax.lax.fori_loop(0, batch * count, pull_block, (d_q, d_rows))
     return d_q[:, :num_tokens].astype(q.dtype), rows.scatter(d_rows).astype(latents.dtype), None, None, None
 

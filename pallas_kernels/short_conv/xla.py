@@ -41,12 +41,9 @@ def padded(
     inputs = jnp.concatenate([window, jnp.where(live, x, 0)], axis=1)  # [B, W-1+T, C]
     y = taps_sum([inputs[:, tap : tap + num_tokens] for tap in range(num_taps)], weight, activation)
 
-    counts = jnp.minimum(jnp.concatenate([lengths[:, None], boundaries], axis=1), lengths[:, None])
-    # The window after c tokens is rows c .. c+W-2 of window ++ x: also right for c < W-1.
-    windows = jax.vmap(
-        jax.vmap(lambda row, count: jax.lax.dynamic_slice_in_dim(row, count, num_taps - 1), in_axes=(None, 0))
-    )(inputs, counts)
-    return jnp.where(live, y, 0), windows[:, 0], windows[:, 1:]
+    first = num_tokens * jnp.arange(x.shape[0], dtype=jnp.int32)
+    windows = windows_at(x.reshape(-1, x.shape[-1]), window, first, lengths, boundaries)
+    return jax.lax.optimization_barrier(jnp.where(live, y, 0)), *windows
 
 
 def packed(
@@ -89,14 +86,31 @@ def packed(
         taps.append(shifted.at[target].set(window[:, tap : tap + back], mode="drop"))
     y = taps_sum(taps, weight, activation)
 
+    return jnp.where(live, y, 0), *windows_at(x, window, first, lengths, boundaries)
+
+
+def windows_at(
+    x: jax.Array, window: jax.Array, first: jax.Array, lengths: jax.Array, boundaries: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The windows behind each sequence's last token [N, W-1, C], and at its boundaries [N, NB, W-1, C].
+
+    They are gathered from x itself: whoever cuts them out of window ++ x keeps that copy of x alive.
+
+    Args:
+        x: [T, C]; sequence n is rows first[n] to first[n] + lengths[n].
+        window: [N, W-1, C] before the first token.
+        first, lengths: [N] int32.
+        boundaries: [N, NB] int32 token counts; counts beyond the length mean the length.
+    """
+    size = window.shape[1]
     counts = jnp.minimum(jnp.concatenate([lengths[:, None], boundaries], axis=1), lengths[:, None])
-    row = counts[..., None] + jnp.arange(num_taps - 1, dtype=jnp.int32)  # [N, 1+NB, W-1]: in window ++ x
-    in_window = (row < num_taps - 1)[..., None]
+    row = counts[..., None] + jnp.arange(size, dtype=jnp.int32)  # [N, 1+NB, W-1]: in window ++ x
+    in_window = (row < size)[..., None]
     from_window = jax.vmap(lambda rows, index: rows.at[index].get(mode="clip"))(window, row)
-    source = first[:, None, None] + row - (num_taps - 1)
+    source = first[:, None, None] + row - size
     from_x = x.at[jnp.where(in_window[..., 0], 0, source)].get(mode="clip")
     windows = jnp.where(in_window, from_window, from_x)
-    return jnp.where(live, y, 0), windows[:, 0], windows[:, 1:]
+    return windows[:, 0], windows[:, 1:]
 
 
 def step(
