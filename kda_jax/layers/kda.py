@@ -114,9 +114,10 @@ class KimiDeltaAttention(nnx.Module):
         y = self.o_proj(out.reshape(*x.shape[:2], -1))
         return (y, new) if at is None else (y, new, at)
 
-    def _parts(self, mixed: Float[Array, "*rows C"] | None) -> list[Array] | list[None]:
+    def _parts(self, mixed: Float[Array, "*rows C"]) -> list[Array]:
+        """The columns of queries, keys and values."""
         keys = self.num_heads * self.head_dim
-        return [None] * 3 if mixed is None else jnp.split(mixed, (keys, 2 * keys), axis=-1)
+        return jnp.split(mixed, (keys, 2 * keys), axis=-1)
 
     def _heads(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         rows = q.shape[:-1]
@@ -145,14 +146,15 @@ class KimiDeltaAttention(nnx.Module):
             (None,) * 3 if state is None else (state.conv, state.recurrent, state.position)
         )
         # Queries, keys and values one after the other: XLA keeps what each was made of until it is done.
+        befores = [None] * 3 if window is None else self._parts(window)
         parts = [
             short_conv(x, weight, before, lengths=lengths, boundaries=boundaries)
-            for x, weight, before in zip(*map(self._parts, (mixed, self.conv[...], window)))
+            for x, weight, before in zip(self._parts(mixed), self._parts(self.conv[...]), befores)
         ]
-        mixed, *joined = zip(*parts, strict=True)
+        heads, *joined = zip(*parts, strict=True)
         window, *windows = (jnp.concatenate(x, axis=-1) for x in joined)
         out, recurrent, *recurrents = kda_prefill(
-            *self._heads(*mixed),
+            *self._heads(*heads),
             decay,
             beta,
             recurrent,
