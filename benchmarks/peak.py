@@ -53,6 +53,7 @@ def measure(impl: str, checkpoint: Path, num_tokens: int, vocab_size: int) -> di
     if impl == "transformers":  # What loading would import, so that `imported` is all code and no weights.
         import transformers.models.kimi_linear.modeling_kimi_linear  # noqa: F401
     tokens = np.random.default_rng(1).integers(0, vocab_size, (1, num_tokens), dtype=np.int32)
+    reset_peak()
     figures: dict[str, Any] = {"impl": impl, "tokens": num_tokens, "imported": resident_mib()}
     contestant = CONTESTANTS[impl](checkpoint)
     figures["peak_was_reset"] = reset_peak()

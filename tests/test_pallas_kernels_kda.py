@@ -26,10 +26,22 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "bounded16": dict(implementation="xla", chunk_size=16, gate_lower_bound=LB),
     "bounded32": dict(implementation="xla", chunk_size=32, gate_lower_bound=LB),
     "bounded64": dict(implementation="xla", chunk_size=64, gate_lower_bound=LB),
+    "triton16": dict(implementation="triton-interpret", chunk_size=16),
+    "triton32": dict(implementation="triton-interpret", chunk_size=32),
+    "triton64": dict(implementation="triton-interpret", chunk_size=64),
 }
 BOUNDED_CASES = ("mild", "lb5", "lb5_saturated", "identical_keys_b1", "g0_b1", "varlen_1_2_17_16_39")
 CASES = (*BOUNDED_CASES, "softplus_A16", "half0_half30", "reset_row")  # these have g < -5
-XLA = pytest.mark.parametrize("bound", [None, LB], ids=["exact", "bounded"])
+XLA: dict[str, dict[str, Any]] = {
+    "exact": dict(implementation="xla"),
+    "bounded": dict(implementation="xla", gate_lower_bound=LB),
+}
+TRITON: dict[str, Any] = dict(implementation="triton-interpret")
+EACH = pytest.mark.parametrize("options", [*XLA.values(), TRITON], ids=[*XLA, "triton"])
+# A kernel's body fixes its shapes and its order: its bits do not hang on what XLA makes of the program around it.
+EACH_TO_THE_BIT = pytest.mark.parametrize(
+    "options", [*(pytest.param(x, marks=BITS) for x in XLA.values()), TRITON], ids=[*XLA, "triton"]
+)
 
 
 # Less work for LLVM, three times faster to compile: where bounds are on rounding. Laws on bits run as users run.
@@ -113,15 +125,16 @@ def gradient(layout: str, implementation: str, bound: float | None):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "gate, bound",
-    [(gate, None) for gate in ("softplus", "bounded", "equal_keys", "no_decay", "reset")]
-    + [(gate, LB) for gate in ("bounded", "equal_keys", "no_decay")],
+    "gate, bound, implementation",
+    [(gate, None, "xla") for gate in ("softplus", "bounded", "equal_keys", "no_decay", "reset")]
+    + [(gate, LB, "xla") for gate in ("bounded", "equal_keys", "no_decay")]
+    + [("softplus", None, "triton-interpret")],
 )
-def test_gradients(layout, gate, bound):
+def test_gradients(layout, gate, bound, implementation):
     arguments = inputs(gate, seed=3, **LAYOUTS[layout][0])
     random = np.random.default_rng(9)
     weights = [random.standard_normal(arguments[i].shape).astype(np.float32) for i in (2, 5)]
-    got = gradient(layout, "xla", bound)(*arguments, *weights)
+    got = gradient(layout, implementation, bound)(*arguments, *weights)
     with jax.enable_x64(True):
         wide = [x.astype(np.float64) for x in (*arguments, *weights)]
         want = jax.tree.map(np.asarray, gradient(layout, "reference", None)(*wide))
@@ -130,11 +143,11 @@ def test_gradients(layout, gate, bound):
         assert_close(f"d{name}", a, b, 1e-4 if name == "g" else 2e-5)
 
 
-@XLA
+@EACH
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 63, 64, 65, 127, 200])
-def test_lengths_against_reference(tokens, bound):
+def test_lengths_against_reference(tokens, options):
     arguments = inputs("bounded", tokens=200, seed=tokens)
-    run = compiled(implementation="xla", gate_lower_bound=bound)
+    run = compiled(**options)
     out, state = run(*arguments, lengths=np.array([tokens]))
     want, final = compiled(implementation="reference")(*arguments, lengths=np.array([tokens]))
     assert_close("out", want, out, 5e-6)
@@ -145,11 +158,19 @@ def cut(x, begin, end):
     return x[:, begin:end]
 
 
-@BITS
-@pytest.mark.parametrize("gate, bound", [("softplus", None), ("bounded", None), ("bounded", LB)])
-def test_split_on_the_grid_keeps_every_bit(gate, bound):
+@pytest.mark.parametrize(
+    "gate, options",
+    [
+        pytest.param("softplus", XLA["exact"], marks=BITS),
+        pytest.param("bounded", XLA["exact"], marks=BITS),
+        pytest.param("bounded", XLA["bounded"], marks=BITS),
+        ("softplus", TRITON),
+    ],
+    ids=["softplus-exact", "bounded-exact", "bounded-bounded", "softplus-triton"],
+)
+def test_split_on_the_grid_keeps_every_bit(gate, options):
     *sequence, state = inputs(gate, tokens=200)
-    run = compiled(implementation="xla", gate_lower_bound=bound)
+    run = compiled(**options)
     whole, final = run(*sequence, state, start=np.array([0]))
     for edges in ([0, 64, 128, 192, 200], [0, 192, 200]):
         parts, carried = [], state
@@ -160,13 +181,12 @@ def test_split_on_the_grid_keeps_every_bit(gate, bound):
         np.testing.assert_array_equal(carried, final)
 
 
-@BITS
-@XLA
+@EACH_TO_THE_BIT
 @pytest.mark.parametrize("at", [1, 2, 3, 15, 16, 17, 63, 65, 127])
-def test_split_anywhere_and_back_on_the_grid(at, bound):
+def test_split_anywhere_and_back_on_the_grid(at, options):
     """A cut off the grid changes rounding only, and a later cut on the grid changes nothing more."""
     *sequence, state = inputs("bounded", tokens=200)
-    program = compiled(implementation="xla", gate_lower_bound=bound)
+    program = compiled(**options)
 
     def run(begin, end, state):
         """Tokens [begin, end) at the front of 200 rows: one program for all cuts."""
@@ -187,12 +207,11 @@ def test_split_anywhere_and_back_on_the_grid(at, bound):
     np.testing.assert_array_equal(resumed, end)
 
 
-@BITS
-@XLA
-def test_batch_is_the_loop_over_its_rows(bound):
+@EACH_TO_THE_BIT
+def test_batch_is_the_loop_over_its_rows(options):
     arguments = inputs("bounded", batch=3, tokens=130)
     lengths, start = np.array([130, 17, 64]), np.array([0, 3, 64])
-    run = compiled(implementation="xla", gate_lower_bound=bound)
+    run = compiled(**options)
     out, final = run(*arguments, lengths=lengths, start=start)
     for row, count in enumerate(lengths):
         alone, state = run(
@@ -205,12 +224,11 @@ def test_batch_is_the_loop_over_its_rows(bound):
         np.testing.assert_array_equal(final[row], state[0])
 
 
-@BITS
-@XLA
-def test_pack_is_its_sequences_one_by_one(bound):
+@EACH_TO_THE_BIT
+def test_pack_is_its_sequences_one_by_one(options):
     cu = [0, 0, 1, 34, 35, 100, 164, 164]
     arguments = inputs("bounded", tokens=170, states=7)
-    run = compiled(implementation="xla", gate_lower_bound=bound)
+    run = compiled(**options)
     poisoned = [
         np.concatenate([x[:, :164], np.full_like(x[:, 164:], fill)], 1)
         for x, fill in zip(arguments[:5], (np.nan, 1e30, np.nan, np.nan, 1e30), strict=True)
@@ -227,21 +245,20 @@ def test_pack_is_its_sequences_one_by_one(bound):
         np.testing.assert_array_equal(final[n], last[0])
 
 
-@BITS
-@XLA
+@EACH_TO_THE_BIT
 @pytest.mark.parametrize("layout", ["grid", "pack"])
-def test_no_token_sees_the_future(layout, bound):
+def test_no_token_sees_the_future(layout, options):
     arguments = inputs("bounded", tokens=96)
-    options = {} if layout == "grid" else {"cu_seqlens": np.array([0, 96])}
-    run = compiled(implementation="xla", gate_lower_bound=bound)
-    before, _ = run(*arguments, **options)
+    where = {} if layout == "grid" else {"cu_seqlens": np.array([0, 96])}
+    run = compiled(**options)
+    before, _ = run(*arguments, **where)
     for at in (1, 5, 15, 16, 17, 33, 64, 90):
         random = np.random.default_rng(at)
         changed = [x.copy() for x in arguments[:5]]
         for x in changed[:3]:
             x[:, at:] = random.standard_normal(x[:, at:].shape)
         changed[3][:, at:] = LB * random.random(changed[3][:, at:].shape)
-        after, _ = run(*changed, arguments[5], **options)
+        after, _ = run(*changed, arguments[5], **where)
         np.testing.assert_array_equal(after[:, :at], before[:, :at])
         assert (np.asarray(after[:, at:]) != np.asarray(before[:, at:])).any()
 
@@ -249,14 +266,13 @@ def test_no_token_sees_the_future(layout, bound):
 BOUNDARIES = [1, 63, 64, 65, 100, 199]
 
 
-@BITS
-@XLA
+@EACH_TO_THE_BIT
 @pytest.mark.parametrize("traced", [False, True], ids=["static", "traced"])
-def test_states_at_boundaries_are_those_of_separate_runs(bound, traced):
+def test_states_at_boundaries_are_those_of_separate_runs(options, traced):
     arguments = inputs("bounded", tokens=200)
-    run = compiled(implementation="xla", gate_lower_bound=bound)
+    run = compiled(**options)
     asked = np.array([100, 1, 63, 200, 65, 0, 64, 199])  # in any order
-    call = run if traced else functools.partial(kda_prefill, implementation="xla", gate_lower_bound=bound)
+    call = run if traced else functools.partial(kda_prefill, **options)
     out, final, states = call(*arguments, boundaries=asked)
     assert states.shape == (1, len(asked), 2, 16, 24)
     plain, end = run(*arguments, start=np.array([0]))
@@ -267,8 +283,9 @@ def test_states_at_boundaries_are_those_of_separate_runs(bound, traced):
         np.testing.assert_array_equal(states[:, i], want)
 
 
-def test_boundaries_of_rows_and_packs():
-    run = compiled(implementation="xla")
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+def test_boundaries_of_rows_and_packs(implementation):
+    run = compiled(implementation=implementation)
     arguments = inputs("softplus", batch=2, tokens=70)
     asked = np.array([[3, 64], [70, 16]])
     _, _, states = run(*arguments, boundaries=asked, start=np.array([0, 9]))
@@ -283,15 +300,46 @@ def test_boundaries_of_rows_and_packs():
     assert_close("packs", want, states, 5e-6)
 
 
-def test_gradients_with_boundaries_are_refused():
+@EACH
+def test_gradients_with_boundaries_are_refused(options):
     arguments = inputs("bounded", tokens=16)
     with pytest.raises(NotImplementedError, match="cut the call at the boundary"):
-        jax.grad(lambda q: jnp.sum(kda_prefill(q, *arguments[1:], boundaries=[3])[0]))(
+        jax.grad(lambda q: jnp.sum(kda_prefill(q, *arguments[1:], boundaries=[3], **options)[0]))(
             jnp.asarray(arguments[0])
         )
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("keys, values", [(32, 32), (96, 48), (20, 7)])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton-interpret"])
+def test_a_step_touches_its_slots_only(implementation, keys, values):
+    arguments = inputs("softplus", batch=3, tokens=1, keys=keys, values=values)
+    rows = [x[:, 0] for x in arguments[:5]]
+    pool = np.random.default_rng(1).standard_normal((6, 2, keys, values)).astype(np.float32)
+    pool[[1, 5]] = np.nan
+    step = jax.jit(functools.partial(kda_step, implementation=implementation))
+    out, new = step(*rows, pool, slots=np.array([4, -1, 0]))
+    q, k, v, g, beta = (x[[0, 2]] for x in rows)
+    want, states = kda_step(q, k, v, g, beta, pool[[4, 0]], implementation="reference")
+    assert_close("out", want, np.asarray(out)[[0, 2]], 1e-6)
+    assert_close("state", states, np.asarray(new)[[4, 0]], 1e-6)
+    np.testing.assert_array_equal(out[1], 0)
+    np.testing.assert_array_equal(np.asarray(new)[[1, 2, 3, 5]], pool[[1, 2, 3, 5]])
+
+
+def test_half_inputs_are_rounded_once():
+    arguments = inputs("softplus", tokens=200, keys=32, values=64)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in arguments[:3]]
+    wide = [np.asarray(x, np.float32) for x in half]
+    want, final = compiled(implementation="reference")(*wide, *arguments[3:])
+    for options in (*XLA.values(), TRITON):
+        if "gate_lower_bound" not in options:
+            out, state = compiled(**options)(*half, *arguments[3:])
+            assert out.dtype == jnp.bfloat16 and state.dtype == jnp.float32
+            assert_close("out", want, out, 3e-3)
+            assert_close("state", final, state, 3e-3)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton-interpret"])
 @pytest.mark.parametrize("keys, values, heads, value_heads", [(1, 1, 1, 1), (20, 7, 1, 3), (64, 100, 2, 4)])
 def test_any_size_and_grouped_value_heads(implementation, keys, values, heads, value_heads):
     q, k, *_ = inputs("softplus", tokens=20, heads=heads, keys=keys, values=values)
@@ -308,7 +356,7 @@ def test_any_size_and_grouped_value_heads(implementation, keys, values, heads, v
 def test_steps_are_a_prefill():
     arguments = inputs("softplus", batch=2, tokens=9)
     want, final = kda_prefill(*arguments, implementation="reference")
-    for implementation in ("reference", "xla"):
+    for implementation in ("reference", "xla", "triton-interpret"):
         step, state, outs = (
             functools.partial(kda_step, implementation=implementation),
             jnp.asarray(arguments[5]),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_kernels.backends import Backend, choose
-from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda import reference, triton, xla
 from pallas_kernels.kda.gate import l2_normalize
 from pallas_kernels.kda.reference import Pack
 
@@ -59,7 +60,8 @@ def kda_prefill(
         gate_lower_bound: a promise that g >= this static number (K3: -5.0). Down to -5 it allows a faster form; with
             smaller g the result is then undefined.
         chunk_size: 16, 32 or 64 tokens; None lets the backend choose.
-        implementation: "reference" (token by token), "xla", or None.
+        implementation: "reference" (token by token), "xla", "triton" (Pallas kernels for NVIDIA GPUs, whose gradient
+            is that of "xla"), "triton-interpret" (their bodies step by step, on any device), or None, which is "xla".
 
     Returns:
         out [B, T, HV, V] in v.dtype, final state float32 [B, HV, K, V] ([N, ...]), and with `boundaries` the states
@@ -94,7 +96,14 @@ def kda_prefill(
     run = choose(
         "kda_prefill",
         implementation,
-        {"xla": Backend(xla.prefill, _xla_refusal(q, v, state)), "reference": Backend(_reference_prefill)},
+        {
+            "xla": Backend(xla.prefill, _xla_refusal(q, v, state)),
+            "triton": Backend(functools.partial(triton.prefill, interpret=False), triton.refusal(state)),
+            "triton-interpret": Backend(
+                functools.partial(triton.prefill, interpret=True), triton.refusal(state)
+            ),
+            "reference": Backend(_reference_prefill),
+        },
     )
     q, k = _ready_queries_keys(q, k, qk_l2norm, repeats)
     scale = _scale(q, scale)
@@ -110,6 +119,7 @@ def kda_step(
     beta: Array,
     state: Array,
     *,
+    slots: Counts | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     implementation: str | None = None,
@@ -117,29 +127,62 @@ def kda_step(
     """One token of `kda_prefill` for a batch.
 
     Args:
-        q, k: [B, H, K]; v: [B, HV, V]; g: float32 [B, HV, K]; beta: [B, HV]; state: float32 [B, HV, K, V].
+        q, k: [B, H, K]; v: [B, HV, V]; g: float32 [B, HV, K]; beta: [B, HV].
+        state: float32 [B, HV, K, V], a state a row; with `slots` a pool of them, [S, HV, K, V].
+        slots: [B] int32, each row's place in the pool, no place twice; a negative one marks a row of padding, which
+            changes nothing and gives 0.
         scale, qk_l2norm, implementation: as in `kda_prefill`.
 
     Returns:
-        out [B, HV, V] in v.dtype and the new state. Equal to a prefill of one token within rounding, not to the bit.
+        out [B, HV, V] in v.dtype and the new state (the whole pool; donate it, and it is written in place). Equal to a
+        prefill of one token within rounding, not to the bit.
 
     Raises:
         ValueError: shapes that do not fit.
     """
     q, k, v, g, beta, state = map(jnp.asarray, (q, k, v, g, beta, state))
     batch, _, value_heads, values, repeats = _check_sequence(*(x[:, None] for x in (q, k, v, g, beta)))
-    if state.shape != (batch, value_heads, q.shape[-1], values):
+    shape = (batch if slots is None else state.shape[0], value_heads, q.shape[-1], values)
+    if state.shape != shape:
         raise ValueError(
-            f"state must be [B, HV, K, V] = {(batch, value_heads, q.shape[-1], values)}, got {state.shape}"
+            f"state must be [{'B' if slots is None else 'S'}, HV, K, V] = {shape}, got {state.shape}"
         )
+    places = None if slots is None else _counts("slots", slots, (batch,))
     run = choose(
-        "kda_step", implementation, {"xla": Backend(xla.step), "reference": Backend(reference.update)}
+        "kda_step",
+        implementation,
+        {
+            "xla": Backend(functools.partial(_step_at, xla.step)),
+            "triton": Backend(functools.partial(triton.step, interpret=False), triton.refusal(state)),
+            "triton-interpret": Backend(
+                functools.partial(triton.step, interpret=True), triton.refusal(state)
+            ),
+            "reference": Backend(functools.partial(_step_at, reference.update)),
+        },
     )
     q, k = _ready_queries_keys(q, k, qk_l2norm, repeats)
-    q = q * _scale(q, scale)
     work = state.dtype
-    out, new = run(*(x.astype(work) for x in (q, k, v, g, beta)), state)
+    q = q.astype(work) * _scale(q, scale)
+    out, new = run(q, *(x.astype(work) for x in (k, v, g, beta)), state, places)
     return out.astype(v.dtype), new
+
+
+def _step_at(
+    update: Callable[..., tuple[jax.Array, jax.Array]],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    slots: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`update` on the rows' own states, or on those at `slots` of a pool."""
+    if slots is None:
+        return update(q, k, v, g, beta, state)
+    place = jnp.where(slots < 0, state.shape[0], slots)
+    out, new = update(q, k, v, g, beta, state.at[place].get(mode="fill", fill_value=0))
+    return jnp.where((slots < 0)[:, None, None], 0, out), state.at[place].set(new, mode="drop")
 
 
 def _check_sequence(q, k, v, g, beta) -> tuple[int, int, int, int, int]:
@@ -216,8 +259,6 @@ def _scale(q: jax.Array, scale: float | None) -> float:
 def _ready_queries_keys(q, k, qk_l2norm, repeats) -> tuple[jax.Array, jax.Array]:
     if qk_l2norm:
         q, k = l2_normalize(q), l2_normalize(k)
-    work = q.dtype if q.dtype == jnp.float64 else jnp.float32
-    q, k = q.astype(work), k.astype(work)
     if repeats > 1:
         q, k = (jnp.repeat(x, repeats, axis=-2) for x in (q, k))
     return q, k
@@ -238,9 +279,8 @@ def _reference_prefill(q, k, v, g, beta, states, pack, boundaries, scale, gate_l
         rows = jnp.arange(batch, dtype=jnp.int32)
         pack = Pack(rows * tokens, jnp.full_like(rows, tokens), jnp.zeros_like(rows))
     shape, dtype = v.shape, v.dtype
-    q = q * scale
     q, k, v, g, beta = (
         x.astype(states.dtype).reshape(batch * tokens, *x.shape[2:]) for x in (q, k, v, g, beta)
     )
-    out, final, at = reference.recurrence(q, k, v, g, beta, states, pack, boundaries)
+    out, final, at = reference.recurrence(q * scale, k, v, g, beta, states, pack, boundaries)
     return out.reshape(shape).astype(dtype), final, at

@@ -1,0 +1,62 @@
+"""Which tokens each chunk of a call holds: the one table that all kernels read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda.reference import Pack
+
+
+class Table(NamedTuple):
+    """C chunks of N sequences, those of one sequence side by side; the last few may hold no token."""
+
+    token: jax.Array  # [C] int32: the chunk's first row on the flat token axis
+    live: jax.Array  # [C] int32: how many rows from there on are its own
+    first: jax.Array  # [N + 1] int32: sequence n has chunks first[n] to first[n + 1]
+
+
+def make_table(pack: Pack, num_tokens: int, chunk: int) -> Table:
+    """The table for sequences on a token axis of `num_tokens` rows, anchored at token 0 of each sequence.
+
+    Its length is static: a sequence has at most one partial chunk at either end.
+    """
+    lead = pack.start % chunk
+    counts = jnp.where(pack.count > 0, (lead + pack.count + chunk - 1) // chunk, 0)
+    first = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    number = jnp.arange(num_chunks(pack.first.shape[0], num_tokens, chunk), dtype=jnp.int32)
+    owner = jnp.clip(jnp.searchsorted(first, number, side="right") - 1, 0, pack.first.shape[0] - 1)
+    within = (number - first[owner]) * chunk - lead[owner]
+    begin = jnp.clip(within, 0, pack.count[owner])
+    end = jnp.clip(within + chunk, 0, pack.count[owner])
+    live = jnp.where(number < first[-1], end - begin, 0)
+    return Table(pack.first[owner] + begin, live, first)
+
+
+class Marks(NamedTuple):
+    """Where the states at NB boundaries of N sequences come from: a chunk that ends there, beside the chunk it is cut
+    from."""
+
+    holder: jax.Array  # [N, NB] int32: the chunk that holds the boundary's last token; -1 at boundary 0
+    chunk: jax.Array  # [N, NB] int32: the number of the chunk that ends there
+
+
+def mark(table: Table, pack: Pack, boundaries: jax.Array, chunk: int) -> tuple[Table, Marks]:
+    """Adds a chunk that ends there for every boundary, [N, NB] token counts of this call; behind a sequence's end they
+    mean its end."""
+    counts = jnp.minimum(boundaries, pack.count[:, None])
+    lead = (pack.start % chunk)[:, None]
+    within = jnp.maximum(lead + counts - 1, 0) // chunk
+    begin = jnp.maximum(within * chunk - lead, 0)
+    holder = jnp.where(counts > 0, table.first[:-1, None] + within, -1)
+    number = table.token.shape[0] + jnp.arange(counts.size, dtype=jnp.int32).reshape(counts.shape)
+    token = jnp.concatenate([table.token, (pack.first[:, None] + begin).reshape(-1)])
+    live = jnp.concatenate([table.live, jnp.where(counts > 0, counts - begin, 0).reshape(-1)])
+    return Table(token, live, table.first), Marks(holder, number)
+
+
+def num_chunks(sequences: int, num_tokens: int, chunk: int) -> int:
+    """How many chunks the table has room for."""
+    return num_tokens // chunk + 2 * sequences

@@ -1,0 +1,86 @@
+"""What the kernels' bodies share: a call's static sizes, products, and rows read by the table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.lax import DotAlgorithmPreset as Preset
+from jax.lax import Precision
+
+BLOCK = 16
+"""Rows of a sub-chunk: the smallest operand of a matrix unit, and what one substitution inverts."""
+
+LOG2_E = 1.4426950408889634
+
+MIN_LOG2_DECAY = -160.0
+"""exp2 of it is 0 in float32; more would only cost digits of the sums it stands in."""
+
+
+Columns: TypeAlias = slice | pl.Slice
+
+
+class Plan(NamedTuple):
+    """The static sizes of a call."""
+
+    num_tokens: int  # rows of the flat token axis
+    heads: int
+    keys: int  # a multiple of key_slice
+    values: int  # a multiple of value_tile
+    chunk: int = 64
+    key_slice: int = 32
+    value_tile: int = 32
+    work: jnp.dtype = jnp.dtype(
+        jnp.float32
+    )  # of what kernels hand each other, and of the state as an operand
+    interpret: bool = False
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether a tile of the state stays in registers from chunk to chunk."""
+        return self.work == jnp.bfloat16 and self.keys in (32, 64, 128)
+
+    @property
+    def fine(self) -> Precision | Preset:
+        """Products that float32 inputs ask for, and what stands in an inverse: three passes of TF32, 2e-7."""
+        return Precision.HIGHEST if self.interpret else Preset.TF32_TF32_F32_X3
+
+    @property
+    def coarse(self) -> Precision | Preset:
+        """Products with values: as exact as the inputs are."""
+        if self.work == jnp.float32:
+            return self.fine
+        return Precision.HIGHEST if self.interpret else Preset.TF32_TF32_F32
+
+
+def product(a: jax.Array, b: jax.Array, precision: Precision | Preset, *, t: bool = False) -> jax.Array:
+    """a @ b, or a @ b^T, summed in float32; `precision` says how float32 is multiplied."""
+    axes = ((1,), (1,)) if t else ((1,), (0,))
+    exact = a.dtype == jnp.bfloat16
+    return jax.lax.dot_general(
+        a, b, (axes, ((), ())), precision=None if exact else precision, preferred_element_type=jnp.float32
+    )
+
+
+def rows_of(block: jax.Array | int, rows: int = BLOCK) -> jax.Array:
+    """The numbers of a block's rows in its chunk."""
+    return block * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
+
+
+def read(ref, token, live, rows: jax.Array, plan: Plan, columns: Columns) -> jax.Array:
+    """The chunk's `rows` of an array [tokens, ...], float32; rows that are not its own are zeros."""
+    at = jnp.minimum(token + rows, plan.num_tokens - 1)
+    return jnp.where((rows < live)[:, None], ref[at, columns].astype(jnp.float32), 0.0)
+
+
+def read_row(ref, token, live, row: jax.Array, plan: Plan, columns: Columns) -> jax.Array:
+    """One row of the chunk, [columns], float32, zeros where it is not its own."""
+    at = jnp.minimum(token + row, plan.num_tokens - 1)
+    return jnp.where(row < live, ref[at, columns].astype(jnp.float32), 0.0)
+
+
+def read_log2_decay(ref, token, live, rows: jax.Array, plan: Plan, columns: Columns) -> jax.Array:
+    """`read` of natural log decays, in base 2 and bounded below."""
+    return jnp.maximum(read(ref, token, live, rows, plan, columns) * LOG2_E, MIN_LOG2_DECAY)
