@@ -1,4 +1,4 @@
-# demo, test, parity, bench, lint. The first use makes the virtual environment and installs what the target needs.
+# demo, test, parity, bench, check, lint. The first use makes the virtual environment and installs what the target needs.
 #   PYTHON=python3.12        the interpreter the environment is made with (default: the first one >= 3.11)
 #   VENV=.venv-other         where the environment lies (one per interpreter)
 #   JAX='jax==0.11.2'        holds JAX at a version
@@ -19,7 +19,7 @@ install = $(python) -m pip install -qq --no-compile --disable-pip-version-check
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.3
 
-.PHONY: demo test parity bench lint format
+.PHONY: demo test parity bench check lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -39,6 +39,10 @@ bench: $(VENV)/.installed-parity $(VENV)/.installed-peers
 	@mkdir -p out
 	@$(python) -m kda_jax bench ops --json out/ops.json
 	@$(python) -m kda_jax bench model --json out/model.json
+
+check: $(VENV)/.installed-check
+	@mkdir -p out
+	@$(python) -m pallas_kernels check --json out/check.json
 
 lint: $(VENV)/.installed-dev
 	@$(python) -m ruff format --check --quiet . || { echo 'not formatted: run `make format`' >&2; exit 1; }
@@ -74,3 +78,10 @@ $(VENV)/.installed-peers: $(VENV)/.installed-dev
 	@echo 'installing the JAX packages to compare with into $(VENV) (Python 3.12 or later)'
 	@$(install) -e '.[dev,peers]' $(JAX)
 	@touch $(VENV)/.installed $(VENV)/.installed-dev $@
+
+# JAX's CUDA plugin must be of its version; it is told to leave NVIDIA's libraries, which only a GPU needs, where they are
+$(VENV)/.installed-check: $(VENV)/.installed
+	@echo 'installing the compilers for GPUs into $(VENV)'
+	@version=$$($(python) -c 'import jax; print(jax.__version__)') && $(install) --no-deps \
+	  "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" 'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'
+	@touch $@

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.kda.triton.cost import intra_cost
 from pallas_kernels.kda.triton.table import Table
 from pallas_kernels.kda.triton.tile import (
     BLOCK,
@@ -67,6 +68,7 @@ def intra(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, table: Tabl
             wide,
             jax.ShapeDtypeStruct((chunks, heads, keys), jnp.float32),
         ],
+        cost_estimate=intra_cost(plan, chunks, q.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=plan.interpret,
         name="kda_intra",

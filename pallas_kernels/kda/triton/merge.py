@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.kda.triton.cost import merge_cost
 from pallas_kernels.kda.triton.tile import BLOCK, Plan, product
 
 
@@ -25,6 +26,7 @@ def merge(writes: jax.Array, plan: Plan) -> jax.Array:
         in_specs=[spec],
         out_specs=spec,
         out_shape=jax.ShapeDtypeStruct(writes.shape, writes.dtype),
+        cost_estimate=merge_cost(plan, writes.shape[0]),
         compiler_params=pltriton.CompilerParams(num_warps=2, num_stages=1),
         interpret=plan.interpret,
         name="kda_merge",

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.kda.triton.cost import state_cost
 from pallas_kernels.kda.triton.intra import Matrices
 from pallas_kernels.kda.triton.table import Marks, Table
-from pallas_kernels.kda.triton.tile import Plan, product, read, rows_of
+from pallas_kernels.kda.triton.tile import BLOCK, Plan, product, read, rows_of
 
 
 def advance(
@@ -50,7 +51,8 @@ def advance(
         in_specs=[whole] * len(arrays) + [tile],
         out_specs=[whole, tile, tiles] if marked else [whole, tile],
         out_shape=[out, finals, at] if marked else [out, finals],
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        cost_estimate=state_cost(plan, matrices.decay.shape[0], sequences, marked, v.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=8 if plan.holds_state else 4, num_stages=1),
         interpret=plan.interpret,
         name="kda_state",
     )(*arrays, states)
@@ -150,7 +152,7 @@ class _Stored:
 
     def slices(self, body, carry):
         """Runs body(slot, carry) for every slice, behind a barrier: the last loop's writes are every thread's."""
-        count, size = self.plan.keys // self.plan.key_slice, self.plan.key_slice
+        count, size = self.plan.keys // BLOCK, BLOCK
         if not self.plan.interpret:
             pltriton.debug_barrier()
         return jax.lax.fori_loop(0, count, lambda s, carry: body(pl.ds(s * size, size), carry), carry)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.kda.triton.cost import step_cost
+
 VALUE_TILE = 32
 KEY_SLICE = 128
 
@@ -49,6 +51,7 @@ def step(
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={6: 1},
+        cost_estimate=step_cost(batch, heads, keys, values),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="kda_step",
