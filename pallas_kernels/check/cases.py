@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.kda import kda_prefill
 from pallas_kernels.kda.triton.cost import intra_cost, merge_cost, state_cost, step_cost
 from pallas_kernels.kda.triton.intra import Matrices, intra
 from pallas_kernels.kda.triton.merge import merge
@@ -23,24 +24,37 @@ MARKS = 2
 
 
 class Case(NamedTuple):
-    """One kernel at one shape."""
+    """One kernel at one shape, or the program that runs several.
+
+    Attributes:
+        kernel: its name for the reader.
+        parts: the kernels in it, by the names they carry.
+        most_kernels: as many may run, those that XLA adds included.
+        function, arguments: what to compile, and its arguments' shapes and dtypes.
+    """
 
     kernel: str
+    parts: tuple[str, ...]
+    most_kernels: int
     kind: str  # "forward" or "step"
     shape: str
     dtype: str
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # shapes and dtypes
+    arguments: tuple[Any, ...]
     cost: pl.CostEstimate
 
 
 def cases(shape: Shape) -> Iterator[Case]:
-    """The kernels of a forward pass in both dtypes, the state's also with boundaries, and the step."""
+    """The kernels of a forward pass in both dtypes, the state's also with boundaries, the pass whole, and the step."""
     for dtype in (jnp.bfloat16, jnp.float32):
-        yield from _forward(shape, jnp.dtype(dtype))
+        kernels = list(_forward(shape, jnp.dtype(dtype)))
+        yield from kernels
+        yield _program(shape, jnp.dtype(dtype), _sum(case.cost for case in kernels[:3]))
     rows = (shape.rows, shape.heads)
     yield Case(
         "kda_step",
+        ("kda_step",),
+        1,
         "step",
         shape.name,
         "float32",
@@ -64,12 +78,13 @@ def _forward(shape: Shape, dtype: jnp.dtype) -> Iterator[Case]:
     square = _like((chunks, shape.heads, length, length))
     wide = _like((chunks, shape.heads, length, shape.keys), dtype)
     decay = _like((chunks, shape.heads, shape.keys))
-    matrices = Matrices(square, square, wide, wide, wide, decay)
-    table = Table(_like((chunks,), jnp.int32), _like((chunks,), jnp.int32), _like((2,), jnp.int32))
+    matrices = Matrices(square, _like(square.shape, dtype), wide, wide, wide, decay)
+    table = Table(_like((chunks,), jnp.int32), _like((chunks,), jnp.int32), _like((3,), jnp.int32))
     states = _like((1, shape.heads, shape.keys, shape.values))
 
     def case(kernel: str, function: Callable[..., Any], cost: pl.CostEstimate, *arguments: Any) -> Case:
-        return Case(kernel, "forward", shape.name, dtype.name, function, arguments, cost)
+        part = kernel.split(",")[0]
+        return Case(kernel, (part,), 1, "forward", shape.name, dtype.name, function, arguments, cost)
 
     yield case(
         "kda_intra",
@@ -90,6 +105,30 @@ def _forward(shape: Shape, dtype: jnp.dtype) -> Iterator[Case]:
         )
 
 
+def _program(shape: Shape, dtype: jnp.dtype, cost: pl.CostEstimate) -> Case:
+    """`kda_prefill` as a caller jits it; beside its kernels only the states' zeros may be filled."""
+    heads = (1, shape.tokens, shape.heads)
+    keys, values = _like((*heads, shape.keys), dtype), _like((*heads, shape.values), dtype)
+    return Case(
+        "kda_prefill",
+        ("kda_intra", "kda_merge", "kda_state"),
+        4,
+        "forward",
+        shape.name,
+        dtype.name,
+        functools.partial(kda_prefill, implementation="triton"),
+        (keys, keys, values, _like(keys.shape), _like(heads)),
+        cost,
+    )
+
+
 def _like(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
     """A shape and dtype in an array's place."""
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _sum(costs: Iterator[pl.CostEstimate]) -> pl.CostEstimate:
+    flops, transcendentals, moved = (
+        sum(column) for column in zip(*((x.flops, x.transcendentals, x.bytes_accessed) for x in costs))
+    )
+    return pl.CostEstimate(flops=flops, transcendentals=transcendentals, bytes_accessed=moved)

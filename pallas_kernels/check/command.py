@@ -14,7 +14,7 @@ from rich.table import Table
 
 from pallas_kernels.check.cases import Case, cases
 from pallas_kernels.check.targets import TARGETS, Target
-from pallas_kernels.check.toolchain import Missing, Toolchain
+from pallas_kernels.check.toolchain import Compiled, Missing, Toolchain
 from pallas_kernels.shapes import SHAPES
 
 MOST_SECONDS = 60.0
@@ -27,7 +27,8 @@ def check(
     shape: Annotated[list[str] | None, typer.Option(help="Only this shape; may be given again.")] = None,
 ) -> None:
     """Compiles the kernels for GPUs, which need not be there. Fails when one does not compile, takes longer than a
-    minute, or spills registers (on sm_80, up to 64 bytes a thread are let pass)."""
+    minute, or spills registers (on sm_80, up to 64 bytes a thread are let pass), and when a forward pass is more than
+    four kernels."""
     targets = _named("target", target, TARGETS)
     todo = [
         (case, goal) for shape in _named("shape", shape, SHAPES) for case in cases(shape) for goal in targets
@@ -78,6 +79,7 @@ def _record(toolchain: Toolchain, case: Case, target: Target) -> dict[str, Any]:
         "registers": None,
         "spill_bytes": None,
         "compile_s": None,
+        "kernels": None,
         "flops": cost.flops,
         "bytes": cost.bytes_accessed,
         "roofline_us": 1e6 * max(cost.bytes_accessed / target.bytes_per_s, cost.flops / target.flops_per_s),
@@ -87,14 +89,16 @@ def _record(toolchain: Toolchain, case: Case, target: Target) -> dict[str, Any]:
         made, seconds = toolchain.compile(case.function, case.arguments, target)
     except Exception as error:  # whatever a compiler raises is the finding
         return record | {"wrong": f"does not compile: {str(error).strip().splitlines()[0][:200]}"}
-    name = case.kernel.split(",")[0]
-    if name not in made:
-        return record | {"wrong": f"the assembler was not asked for {name}, only for {sorted(made)}"}
-    kernel = made[name]
-    record |= {"compiled": True, "compile_s": seconds} | kernel._asdict()
+    record |= {"compiled": True, "compile_s": seconds, "kernels": len(made)}
+    if absent := [part for part in case.parts if part not in made]:
+        return record | {"wrong": f"the assembler was not asked for {absent[0]}, only for {sorted(made)}"}
+    kernel = Compiled(*(max(column) for column in zip(*(made[part] for part in case.parts), strict=True)))
+    record |= kernel._asdict()
     allowed = MOST_SPILLED[target.name]
     if kernel.spill_bytes > allowed:
         record["wrong"] = f"spills {kernel.spill_bytes} bytes a thread, {allowed} are allowed"
+    elif len(made) > case.most_kernels:
+        record["wrong"] = f"runs {len(made)} kernels, {case.most_kernels} are allowed: {sorted(made)}"
     elif seconds > MOST_SECONDS:
         record["wrong"] = f"took {seconds:.0f} s to compile, {MOST_SECONDS:.0f} are allowed"
     return record
@@ -104,15 +108,18 @@ def _print(records: list[dict[str, Any]]) -> None:
     table = Table(title="Kernels, compiled without a device", title_justify="left")
     for heading in ("kernel", "shape", "dtype", "target"):
         table.add_column(heading)
-    for heading in ("registers", "spilled bytes", "compile s", "GFLOP", "MB", "roofline us"):
+    for heading in ("kernels", "registers", "spilled bytes", "compile s", "GFLOP", "MB", "roofline us"):
         table.add_column(heading, justify="right")
     for record in records:
         seconds = "-" if record["compile_s"] is None else f"{record['compile_s']:.1f}"
         table.add_row(
             *(record[key] for key in ("kernel", "shape", "dtype", "target")),
-            *(str("-" if record[key] is None else record[key]) for key in ("registers", "spill_bytes")),
+            *(
+                str("-" if record[key] is None else record[key])
+                for key in ("kernels", "registers", "spill_bytes")
+            ),
             seconds,
             *(f"{record[key] * scale:.3g}" for key, scale in (("flops", 1e-9), ("bytes", 1e-6))),
             f"{record['roofline_us']:.3g}",
         )
-    Console(width=None if Console().is_terminal else 130).print(table)
+    Console(width=None if Console().is_terminal else 160).print(table)

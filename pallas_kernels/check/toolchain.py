@@ -88,14 +88,9 @@ class Toolchain:
 
 def parse(log: str) -> dict[str, Compiled]:
     """Registers and spills by kernel, out of what `ptxas -v` says; of several runs of one kernel the last counts."""
-    found = {}
-    for name, said in re.findall(r"Compiling entry function '([^']+)'(.*?)(?=Compiling entry|\Z)", log, re.S):
-        registers, spilled = (
-            re.findall(pattern, said) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
-        )
-        if registers:
-            found[name] = Compiled(int(registers[-1]), int(spilled[-1]) if spilled else 0)
-    return found
+    spilled = dict(re.findall(r"properties for (\S+)\s+\d+ bytes stack frame, (\d+) bytes spill stores", log))
+    used = re.findall(r"entry function '([^']+)'.*?Used (\d+) registers", log, re.S)
+    return {name: Compiled(int(registers), int(spilled.get(name, 0))) for name, registers in used}
 
 
 def _cuda() -> Path:

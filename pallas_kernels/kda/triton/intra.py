@@ -36,7 +36,7 @@ class Matrices(NamedTuple):
     writes: (
         jax.Array
     )  # [C, H, L, L] float32: beta k k^T with decays, strictly lower; diagonal blocks (I + block)^-1
-    pairs: jax.Array  # [C, H, L, L] float32: q k^T with decays, lower
+    pairs: jax.Array  # [C, H, L, L] in plan.work: q k^T with decays, lower
     kw: jax.Array  # [C, H, L, K] in plan.work: keys seen from the chunk's begin
     qe: jax.Array  # [C, H, L, K] in plan.work: queries seen from there
     ke: jax.Array  # [C, H, L, K] in plan.work: keys seen from the chunk's end
@@ -53,7 +53,9 @@ def intra(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, table: Tabl
     whole = pl.BlockSpec(memory_space=pl.ANY)
     square = pl.BlockSpec((1, 1, BLOCK, length), lambda c, h, i: (c, h, i, 0))
     rows = pl.BlockSpec((1, 1, BLOCK, keys), lambda c, h, i: (c, h, i, 0))
-    matrix = jax.ShapeDtypeStruct((chunks, heads, length, length), jnp.float32)
+    writes, pairs = (
+        jax.ShapeDtypeStruct((chunks, heads, length, length), dtype) for dtype in (jnp.float32, plan.work)
+    )
     wide = jax.ShapeDtypeStruct((chunks, heads, length, keys), plan.work)
     outputs = pl.pallas_call(
         functools.partial(_body, plan=plan),
@@ -61,8 +63,8 @@ def intra(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, table: Tabl
         in_specs=[whole] * 6,
         out_specs=[square, square, rows, rows, rows, pl.BlockSpec((1, 1, keys), lambda c, h, i: (c, h, 0))],
         out_shape=[
-            matrix,
-            matrix,
+            writes,
+            pairs,
             wide,
             wide,
             wide,
@@ -164,14 +166,14 @@ def _body(
         writes, pairs = jax.lax.fori_loop(0, slices, slice_of, (zero, zero))
         slot = pl.ds(j * BLOCK, BLOCK)
         writes_ref[0, 0, :, slot] = beta * writes
-        pairs_ref[0, 0, :, slot] = pairs
+        pairs_ref[0, 0, :, slot] = pairs.astype(pairs_ref.dtype)
         return carry
 
     zero = jnp.zeros((BLOCK, BLOCK), jnp.float32)
     writes, pairs = jax.lax.fori_loop(0, slices, inside, (zero, zero))
     slot = pl.ds(i * BLOCK, BLOCK)
     writes_ref[0, 0, :, slot] = _unit_lower_inverse(beta * writes)
-    pairs_ref[0, 0, :, slot] = pairs
+    pairs_ref[0, 0, :, slot] = pairs.astype(pairs_ref.dtype)
     jax.lax.fori_loop(0, i, earlier, jnp.int32(0))
 
     @pl.when(i == 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,9 +73,11 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     batch, tokens, heads, keys = x.q.shape
     values, total = x.v.shape[3], batch * tokens
+    whole = pack is None
     if pack is None:
-        first = jnp.arange(batch, dtype=jnp.int32) * tokens
-        pack = Pack(first, jnp.full_like(first, tokens), jnp.zeros_like(first))
+        first = np.arange(batch, dtype=np.int32) * tokens
+        known: list[Any] = [first, np.full_like(first, tokens), np.zeros_like(first)]
+        pack = Pack(*known)
     half = x.v.dtype == jnp.bfloat16
     plan = Plan(
         num_tokens=total,
@@ -90,14 +92,18 @@ def _forward(
     table, marks = mark(make_table(pack, total, plan.chunk), pack, asked, plan.chunk)
     q, k, g = (_flat(y, plan.keys) for y in (x.q, x.k, x.g))
     beta = x.beta.reshape(total, heads).astype(jnp.float32)
-    states = jnp.pad(x.states, ((0, 0), (0, 0), (0, plan.keys - keys), (0, plan.values - values)))
+    missing = (plan.keys - keys, plan.values - values)
+    states = (
+        jnp.pad(x.states, ((0, 0), (0, 0), *((0, more) for more in missing))) if any(missing) else x.states
+    )
 
     matrices = intra(q, k, g, beta, table, plan)
     inverse = merge(matrices.writes, plan)
     v = _flat(x.v, plan.values)
     out, finals, at = advance(v, beta, matrices, inverse, states, table, marks, plan, form.scale)
 
-    out = jnp.where(_owned(pack, total)[:, None], out[:total], 0)
+    if not whole:
+        out = jnp.where(_owned(pack, total)[:, None], out, 0)
     out = out.reshape(batch, tokens, heads, plan.values)[..., :values]
     at = jnp.where(marks.holder[..., None, None, None] < 0, states[:, None], at)
     inside = (..., slice(keys), slice(values))

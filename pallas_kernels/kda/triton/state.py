@@ -26,7 +26,7 @@ def advance(
     plan: Plan,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """out [tokens + L, H * V] in v.dtype (the last L rows are scratch), the final states [N, H, K, V] float32, and the
+    """out [tokens, H * V] in v.dtype (rows of no chunk are not written), the final states [N, H, K, V] float32, and the
     states at the marks [N, NB, H, K, V] (not written where the holder is -1).
 
     Args:
@@ -39,7 +39,9 @@ def advance(
     whole = pl.BlockSpec(memory_space=pl.ANY)
     tile = pl.BlockSpec((1, 1, plan.keys, plan.value_tile), lambda j, n, h: (n, h, 0, j))
     tiles = pl.BlockSpec((1, marked, 1, plan.keys, plan.value_tile), lambda j, n, h: (n, 0, h, 0, j))
-    out = jax.ShapeDtypeStruct((plan.num_tokens + plan.chunk, plan.heads * plan.values), v.dtype)
+    # A masked row behind the end is not stored; interpret mode moves a slice that reaches there.
+    rows = plan.num_tokens + (plan.chunk if plan.interpret else 0)
+    out = jax.ShapeDtypeStruct((rows, plan.heads * plan.values), v.dtype)
     finals = jax.ShapeDtypeStruct(states.shape, jnp.float32)
     at = jax.ShapeDtypeStruct((sequences, marked, *states.shape[1:]), jnp.float32)
     arrays = (*table, *marks, v, beta, inverse, *matrices[1:])
@@ -56,6 +58,7 @@ def advance(
         interpret=plan.interpret,
         name="kda_state",
     )(*arrays, states)
+    out = out[: plan.num_tokens] if plan.interpret else out
     return out, finals, at[0] if at else jnp.zeros((sequences, 0, *states.shape[1:]), jnp.float32)
 
 
@@ -70,13 +73,20 @@ def _body(
     columns = pl.ds(h * plan.values + j * plan.value_tile, plan.value_tile)
     State = _Held if plan.holds_state else _Stored
 
+    def lower(square_ref) -> jax.Array:
+        if plan.holds_state:  # what is masked is not fetched; beside a stored state its addresses would spill
+            square = pltriton.load(square_ref, mask=row >= column, other=0.0)
+        else:
+            square = jnp.where(row >= column, square_ref[...], 0.0)
+        return square.astype(jnp.float32)
+
     def chunk(c, carried):
         state = State(carried, finals_ref, decay_ref, ke_ref, h, plan)
         token, live = token_ref[c], live_ref[c]
         at = jnp.minimum(token + rows, plan.num_tokens - 1)
         beta = jnp.where(rows < live, beta_ref[at, h], 0.0)[:, None]
         v = read(v_ref, token, live, rows, plan, columns)
-        inverse, pairs = (jnp.where(row >= column, ref[c, h], 0.0) for ref in (inverse_ref, pairs_ref))
+        inverse, pairs = (lower(ref.at[c, h]) for ref in (inverse_ref, pairs_ref))
         u = product(inverse, beta * (v - state.seen_by(kw_ref, c)), plan.coarse)
         out = state.seen_by(qe_ref, c) + product(pairs, u, plan.coarse)
         pltriton.store(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.kda.reference import Pack
 
@@ -15,24 +17,28 @@ class Table(NamedTuple):
 
     token: jax.Array  # [C] int32: the chunk's first row on the flat token axis
     live: jax.Array  # [C] int32: how many rows from there on are its own
-    first: jax.Array  # [N + 1] int32: sequence n has chunks first[n] to first[n + 1]
+    first: jax.Array  # [N + 2] int32: sequence n has chunks first[n] to first[n + 1]; the last entry is -1
 
 
 def make_table(pack: Pack, num_tokens: int, chunk: int) -> Table:
     """The table for sequences on a token axis of `num_tokens` rows, anchored at token 0 of each sequence.
 
-    Its length is static: a sequence has at most one partial chunk at either end.
+    Its length is static: a sequence has at most one partial chunk at either end. Of whole rows, given as NumPy arrays,
+    it is made here and now, and costs the program no kernel.
     """
+    xp: ModuleType = np if isinstance(pack.first, np.ndarray) else jnp
     lead = pack.start % chunk
-    counts = jnp.where(pack.count > 0, (lead + pack.count + chunk - 1) // chunk, 0)
-    first = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    number = jnp.arange(num_chunks(pack.first.shape[0], num_tokens, chunk), dtype=jnp.int32)
-    owner = jnp.clip(jnp.searchsorted(first, number, side="right") - 1, 0, pack.first.shape[0] - 1)
+    counts = xp.where(pack.count > 0, (lead + pack.count + chunk - 1) // chunk, 0)
+    first = xp.concatenate([xp.zeros((1,), xp.int32), xp.cumsum(counts, dtype=xp.int32)])
+    number = xp.arange(num_chunks(pack.first.shape[0], num_tokens, chunk), dtype=xp.int32)
+    owner = xp.clip(xp.searchsorted(first, number, side="right") - 1, 0, pack.first.shape[0] - 1)
     within = (number - first[owner]) * chunk - lead[owner]
-    begin = jnp.clip(within, 0, pack.count[owner])
-    end = jnp.clip(within + chunk, 0, pack.count[owner])
-    live = jnp.where(number < first[-1], end - begin, 0)
-    return Table(pack.first[owner] + begin, live, first)
+    begin = xp.clip(within, 0, pack.count[owner])
+    end = xp.clip(within + chunk, 0, pack.count[owner])
+    live = xp.where(number < first[-1], end - begin, 0)
+    # The -1 keeps the rows' chunks from being an arithmetic series, for which XLA would launch a kernel.
+    columns = (pack.first[owner] + begin, live, xp.append(first, xp.int32(-1)))
+    return Table(*(jnp.asarray(column, jnp.int32) for column in columns))
 
 
 class Marks(NamedTuple):
@@ -46,11 +52,13 @@ class Marks(NamedTuple):
 def mark(table: Table, pack: Pack, boundaries: jax.Array, chunk: int) -> tuple[Table, Marks]:
     """Adds a chunk that ends there for every boundary, [N, NB] token counts of this call; behind a sequence's end they
     mean its end."""
+    if not boundaries.size:
+        return table, Marks(boundaries, boundaries)
     counts = jnp.minimum(boundaries, pack.count[:, None])
     lead = (pack.start % chunk)[:, None]
     within = jnp.maximum(lead + counts - 1, 0) // chunk
     begin = jnp.maximum(within * chunk - lead, 0)
-    holder = jnp.where(counts > 0, table.first[:-1, None] + within, -1)
+    holder = jnp.where(counts > 0, table.first[:-2, None] + within, -1)
     number = table.token.shape[0] + jnp.arange(counts.size, dtype=jnp.int32).reshape(counts.shape)
     token = jnp.concatenate([table.token, (pack.first[:, None] + begin).reshape(-1)])
     live = jnp.concatenate([table.live, jnp.where(counts > 0, counts - begin, 0).reshape(-1)])
