@@ -326,17 +326,18 @@ def test_a_step_touches_its_slots_only(implementation, keys, values):
     np.testing.assert_array_equal(np.asarray(new)[[1, 2, 3, 5]], pool[[1, 2, 3, 5]])
 
 
-def test_half_inputs_are_rounded_once():
-    arguments = inputs("softplus", tokens=200, keys=32, values=64)
+@pytest.mark.parametrize("gate, bound", [("softplus", 3e-3), ("bounded", 3e-3), ("equal_keys", 2e-2)])
+@pytest.mark.parametrize("options", [XLA["exact"], TRITON], ids=["exact", "triton"])
+def test_half_inputs_cost_what_halves_cost(options, gate, bound):
+    arguments = inputs(gate, tokens=200, keys=32, values=64)
     half = [jnp.asarray(x, jnp.bfloat16) for x in arguments[:3]]
-    wide = [np.asarray(x, np.float32) for x in half]
-    want, final = compiled(implementation="reference")(*wide, *arguments[3:])
-    for options in (*XLA.values(), TRITON):
-        if "gate_lower_bound" not in options:
-            out, state = compiled(**options)(*half, *arguments[3:])
-            assert out.dtype == jnp.bfloat16 and state.dtype == jnp.float32
-            assert_close("out", want, out, 3e-3)
-            assert_close("state", final, state, 3e-3)
+    out, state = compiled(**options)(*half, *arguments[3:])
+    assert out.dtype == jnp.bfloat16 and state.dtype == jnp.float32
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in (*half, *arguments[3:])]
+        want, final = map(np.asarray, compiled(implementation="reference")(*wide))
+    assert_close("out", want, out, bound)
+    assert_close("state", final, state, bound)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla", "triton-interpret"])

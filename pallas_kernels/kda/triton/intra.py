@@ -142,7 +142,7 @@ def _body(
             read_row(g_ref, token, live, i * BLOCK, plan, columns(s)) * LOG2_E, MIN_LOG2_DECAY
         )
         head = jnp.exp2(decayed + first[None, :] + total(0, i, s)[None, :])
-        tail = jnp.exp2(product(behind, g, plan.fine) + total(i + 1, blocks, s)[None, :])
+        tail = jnp.exp2(product(behind, g, plan, fine=True) + total(i + 1, blocks, s)[None, :])
         slot = pl.ds(s * plan.key_slice, plan.key_slice)
         kw_ref[0, 0, :, slot] = (k * head).astype(kw_ref.dtype)
         qe_ref[0, 0, :, slot] = (q * head).astype(qe_ref.dtype)
@@ -156,10 +156,10 @@ def _body(
             writes, pairs = carry
             q, k = (read(ref, token, live, mine, plan, columns(s)) for ref in (q_ref, k_ref))
             key = read(k_ref, token, live, rows_of(j), plan, columns(s))
-            head = jnp.exp2(product(lower, decays(i, s), plan.fine))
-            key = key * jnp.exp2(product(behind, decays(j, s), plan.fine) + total(j + 1, i, s)[None, :])
-            return writes + product(k * head, key, plan.fine, t=True), pairs + product(
-                q * head, key, plan.fine, t=True
+            head = jnp.exp2(product(lower, decays(i, s), plan, fine=True))
+            key = key * jnp.exp2(product(behind, decays(j, s), plan, fine=True) + total(j + 1, i, s)[None, :])
+            return writes + product(k * head, key, plan, fine=True, t=True), pairs + product(
+                q * head, key, plan, fine=True, t=True
             )
 
         zero = jnp.zeros((BLOCK, BLOCK), jnp.float32)

@@ -34,7 +34,7 @@ def merge(writes: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _body(writes_ref, inverse_ref, *, plan: Plan):
-    multiply = functools.partial(product, precision=plan.fine)
+    multiply = functools.partial(product, plan=plan, fine=True)
     blocks = plan.chunk // BLOCK
 
     def block(i: int, j: int):

@@ -87,8 +87,8 @@ def _body(
         beta = jnp.where(rows < live, beta_ref[at, h], 0.0)[:, None]
         v = read(v_ref, token, live, rows, plan, columns)
         inverse, pairs = (lower(ref.at[c, h]) for ref in (inverse_ref, pairs_ref))
-        u = product(inverse, beta * (v - state.seen_by(kw_ref, c)), plan.coarse)
-        out = state.seen_by(qe_ref, c) + product(pairs, u, plan.coarse)
+        u = product(inverse, beta * (v - state.seen_by(kw_ref, c)), plan)
+        out = state.seen_by(qe_ref, c) + product(pairs, u, plan)
         pltriton.store(
             out_ref.at[pl.ds(token, length), columns],
             (out * scale).astype(out_ref.dtype),
@@ -127,10 +127,10 @@ class _Held:
         finals_ref[0, 0] = end
 
     def seen_by(self, rows_ref, c) -> jax.Array:
-        return product(rows_ref[c, self.head], self.state.astype(self.plan.work), self.plan.coarse)
+        return product(rows_ref[c, self.head], self.state.astype(self.plan.work), self.plan)
 
     def next(self, c, u: jax.Array) -> jax.Array:
-        written = product(self.ke_ref[c, self.head].T, u.astype(self.plan.work), self.plan.coarse)
+        written = product(self.ke_ref[c, self.head].T, u.astype(self.plan.work), self.plan)
         return self.decay_ref[c, self.head][:, None] * self.state + written
 
     def write_after(self, c, u: jax.Array, ref, place: tuple) -> None:
@@ -170,7 +170,7 @@ class _Stored:
     def seen_by(self, rows_ref, c) -> jax.Array:
         def add(slot, total):
             rows = rows_ref[c, self.head, :, slot].astype(jnp.float32)
-            return total + product(rows, self.ref[0, 0, slot, :], self.plan.coarse)
+            return total + product(rows, self.ref[0, 0, slot, :], self.plan)
 
         return self.slices(add, jnp.zeros((self.plan.chunk, self.plan.value_tile), jnp.float32))
 
@@ -181,7 +181,7 @@ class _Stored:
     def write_after(self, c, u: jax.Array, ref, place: tuple) -> None:
         def write(slot, carry):
             keys = self.ke_ref[c, self.head, :, slot].astype(jnp.float32)
-            written = product(keys.T, u, self.plan.coarse)
+            written = product(keys.T, u, self.plan)
             decay = self.decay_ref[c, self.head, slot][:, None]
             ref[(*place, slot, slice(None))] = decay * self.ref[0, 0, slot, :] + written
             return carry

@@ -50,18 +50,25 @@ class Plan(NamedTuple):
     @property
     def coarse(self) -> Precision | Preset:
         """Products with values: as exact as the inputs are."""
-        if self.work == jnp.float32:
-            return self.fine
-        return Precision.HIGHEST if self.interpret else Preset.TF32_TF32_F32
+        return self.fine if self.work == jnp.float32 else Preset.TF32_TF32_F32
 
 
-def product(a: jax.Array, b: jax.Array, precision: Precision | Preset, *, t: bool = False) -> jax.Array:
-    """a @ b, or a @ b^T, summed in float32; `precision` says how float32 is multiplied."""
+def product(a: jax.Array, b: jax.Array, plan: Plan, *, fine: bool = False, t: bool = False) -> jax.Array:
+    """a @ b, or a @ b^T, summed in float32; float32 operands are multiplied as `plan.fine` or `plan.coarse` say."""
     axes = ((1,), (1,)) if t else ((1,), (0,))
-    exact = a.dtype == jnp.bfloat16
+    precision = None if a.dtype == jnp.bfloat16 else plan.fine if fine else plan.coarse
+    if plan.interpret and precision == Preset.TF32_TF32_F32:
+        a, b, precision = tf32(a), tf32(b), Precision.HIGHEST
     return jax.lax.dot_general(
-        a, b, (axes, ((), ())), precision=None if exact else precision, preferred_element_type=jnp.float32
+        a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
+
+
+def tf32(x: jax.Array) -> jax.Array:
+    """float32 rounded to 10 bits behind the point, half away from zero: interpret mode does not do so by itself."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = (bits + jnp.uint32(1 << 12)) & jnp.uint32(0xFFFFE000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def rows_of(block: jax.Array | int, rows: int = BLOCK) -> jax.Array:
