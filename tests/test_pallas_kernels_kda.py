@@ -29,6 +29,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "triton16": dict(implementation="triton-interpret", chunk_size=16),
     "triton32": dict(implementation="triton-interpret", chunk_size=32),
     "triton64": dict(implementation="triton-interpret", chunk_size=64),
+    "tpu64": dict(implementation="tpu-interpret", chunk_size=64),
 }
 BOUNDED_CASES = ("mild", "lb5", "lb5_saturated", "identical_keys_b1", "g0_b1", "varlen_1_2_17_16_39")
 CASES = (*BOUNDED_CASES, "softplus_A16", "half0_half30", "reset_row")  # these have g < -5
@@ -36,11 +37,16 @@ XLA: dict[str, dict[str, Any]] = {
     "exact": dict(implementation="xla"),
     "bounded": dict(implementation="xla", gate_lower_bound=LB),
 }
-TRITON: dict[str, Any] = dict(implementation="triton-interpret")
-EACH = pytest.mark.parametrize("options", [*XLA.values(), TRITON], ids=[*XLA, "triton"])
+KERNELS: dict[str, dict[str, Any]] = {
+    "triton": dict(implementation="triton-interpret"),
+    "tpu": dict(implementation="tpu-interpret"),
+}
+EACH = pytest.mark.parametrize("options", [*XLA.values(), *KERNELS.values()], ids=[*XLA, *KERNELS])
 # A kernel's body fixes its shapes and its order: its bits do not hang on what XLA makes of the program around it.
 EACH_TO_THE_BIT = pytest.mark.parametrize(
-    "options", [*(pytest.param(x, marks=BITS) for x in XLA.values()), TRITON], ids=[*XLA, "triton"]
+    "options",
+    [*(pytest.param(x, marks=BITS) for x in XLA.values()), *KERNELS.values()],
+    ids=[*XLA, *KERNELS],
 )
 
 
@@ -128,7 +134,7 @@ def gradient(layout: str, implementation: str, bound: float | None):
     "gate, bound, implementation",
     [(gate, None, "xla") for gate in ("softplus", "bounded", "equal_keys", "no_decay", "reset")]
     + [(gate, LB, "xla") for gate in ("bounded", "equal_keys", "no_decay")]
-    + [("softplus", None, "triton-interpret")],
+    + [("softplus", None, "triton-interpret"), ("softplus", None, "tpu-interpret")],
 )
 def test_gradients(layout, gate, bound, implementation):
     arguments = inputs(gate, seed=3, **LAYOUTS[layout][0])
@@ -164,9 +170,10 @@ def cut(x, begin, end):
         pytest.param("softplus", XLA["exact"], marks=BITS),
         pytest.param("bounded", XLA["exact"], marks=BITS),
         pytest.param("bounded", XLA["bounded"], marks=BITS),
-        ("softplus", TRITON),
+        ("softplus", KERNELS["triton"]),
+        ("softplus", KERNELS["tpu"]),
     ],
-    ids=["softplus-exact", "bounded-exact", "bounded-bounded", "softplus-triton"],
+    ids=["softplus-exact", "bounded-exact", "bounded-bounded", "softplus-triton", "softplus-tpu"],
 )
 def test_split_on_the_grid_keeps_every_bit(gate, options):
     *sequence, state = inputs(gate, tokens=200)
@@ -283,7 +290,7 @@ def test_states_at_boundaries_are_those_of_separate_runs(options, traced):
         np.testing.assert_array_equal(states[:, i], want)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("implementation", ["xla", "triton-interpret", "tpu-interpret"])
 def test_boundaries_of_rows_and_packs(implementation):
     run = compiled(implementation=implementation)
     arguments = inputs("softplus", batch=2, tokens=70)
@@ -327,7 +334,7 @@ def test_a_step_touches_its_slots_only(implementation, keys, values):
 
 
 @pytest.mark.parametrize("gate, bound", [("softplus", 3e-3), ("bounded", 3e-3), ("equal_keys", 2e-2)])
-@pytest.mark.parametrize("options", [XLA["exact"], TRITON], ids=["exact", "triton"])
+@pytest.mark.parametrize("options", [XLA["exact"], *KERNELS.values()], ids=["exact", *KERNELS])
 def test_half_inputs_cost_what_halves_cost(options, gate, bound):
     arguments = inputs(gate, tokens=200, keys=32, values=64)
     half = [jnp.asarray(x, jnp.bfloat16) for x in arguments[:3]]
@@ -340,7 +347,7 @@ def test_half_inputs_cost_what_halves_cost(options, gate, bound):
     assert_close("state", final, state, bound)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", "triton-interpret"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton-interpret", "tpu-interpret"])
 @pytest.mark.parametrize("keys, values, heads, value_heads", [(1, 1, 1, 1), (20, 7, 1, 3), (64, 100, 2, 4)])
 def test_any_size_and_grouped_value_heads(implementation, keys, values, heads, value_heads):
     q, k, *_ = inputs("softplus", tokens=20, heads=heads, keys=keys, values=values)
@@ -429,6 +436,12 @@ def test_bad_calls_say_what_was_wrong(change, message):
     arguments = dict(q=q, k=k, v=v, g=g, beta=beta, state=state) | change
     with pytest.raises(ValueError, match=message):
         kda_prefill(**arguments)
+
+
+def test_a_tpu_has_one_chunk():
+    q, k, v, g, beta, state = inputs("softplus", tokens=8, keys=4, values=4)
+    with pytest.raises(ValueError, match="has chunks of 64 tokens, got chunk_size=32"):
+        kda_prefill(q, k, v, g, beta, state, chunk_size=32, implementation="tpu-interpret")
 
 
 def test_a_backend_refuses_with_its_reason():

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kda import kda_prefill
+from pallas_kernels.kda.table import Marks, Table, num_chunks
 from pallas_kernels.kda.triton.cost import intra_cost, merge_cost, state_cost, step_cost
 from pallas_kernels.kda.triton.intra import Matrices, intra
 from pallas_kernels.kda.triton.merge import merge
 from pallas_kernels.kda.triton.state import advance
 from pallas_kernels.kda.triton.step import step
-from pallas_kernels.kda.triton.table import Marks, Table, num_chunks
 from pallas_kernels.kda.triton.tile import Plan
 from pallas_kernels.shapes import Shape
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_kernels.backends import Backend, choose
-from pallas_kernels.kda import reference, triton, xla
+from pallas_kernels.kda import pallas, reference, tpu, triton, xla
 from pallas_kernels.kda.gate import l2_normalize
 from pallas_kernels.kda.reference import Pack
 
@@ -60,8 +60,9 @@ def kda_prefill(
         gate_lower_bound: a promise that g >= this static number (K3: -5.0). Down to -5 it allows a faster form; with
             smaller g the result is then undefined.
         chunk_size: 16, 32 or 64 tokens; None lets the backend choose.
-        implementation: "reference" (token by token), "xla", "triton" (Pallas kernels for NVIDIA GPUs, whose gradient
-            is that of "xla"), "triton-interpret" (their bodies step by step, on any device), or None, which is "xla".
+        implementation: "reference" (token by token), "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs and for
+            TPUs, whose gradients are those of "xla"), "triton-interpret" or "tpu-interpret" (their bodies step by step,
+            on any device), or None, which is "xla".
 
     Returns:
         out [B, T, HV, V] in v.dtype, final state float32 [B, HV, K, V] ([N, ...]), and with `boundaries` the states
@@ -98,10 +99,7 @@ def kda_prefill(
         implementation,
         {
             "xla": Backend(xla.prefill, _xla_refusal(q, v, state)),
-            "triton": Backend(functools.partial(triton.prefill, interpret=False), triton.refusal(state)),
-            "triton-interpret": Backend(
-                functools.partial(triton.prefill, interpret=True), triton.refusal(state)
-            ),
+            **_pallas_backends(state),
             "reference": Backend(_reference_prefill),
         },
     )
@@ -153,9 +151,9 @@ def kda_step(
         implementation,
         {
             "xla": Backend(functools.partial(_step_at, xla.step)),
-            "triton": Backend(functools.partial(triton.step, interpret=False), triton.refusal(state)),
+            "triton": Backend(functools.partial(triton.step, interpret=False), pallas.refusal(state)),
             "triton-interpret": Backend(
-                functools.partial(triton.step, interpret=True), triton.refusal(state)
+                functools.partial(triton.step, interpret=True), pallas.refusal(state)
             ),
             "reference": Backend(functools.partial(_step_at, reference.update)),
         },
@@ -165,6 +163,16 @@ def kda_step(
     q = q.astype(work) * _scale(q, scale)
     out, new = run(q, *(x.astype(work) for x in (k, v, g, beta)), state, places)
     return out.astype(v.dtype), new
+
+
+def _pallas_backends(state: jax.Array) -> dict[str, Backend]:
+    """The kernels' backends of `kda_prefill`, each also step by step on any device."""
+    kernels = {"triton": triton.forward, "tpu": tpu.forward}
+    return {
+        name + suffix: Backend(functools.partial(pallas.prefill, forward, interpret), pallas.refusal(state))
+        for name, forward in kernels.items()
+        for suffix, interpret in (("", False), ("-interpret", True))
+    }
 
 
 def _step_at(

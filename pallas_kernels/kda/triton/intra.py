@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.kda.table import Table
 from pallas_kernels.kda.triton.cost import intra_cost
-from pallas_kernels.kda.triton.table import Table
 from pallas_kernels.kda.triton.tile import (
     BLOCK,
     LOG2_E,

@@ -1,76 +1,43 @@
-"""Backend "triton" of `kda_prefill`: the forward pass of three kernels. Its gradient is that of the backend "xla"."""
+"""The forward pass of three kernels."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kda import xla
+from pallas_kernels.kda.pallas import Sequence
 from pallas_kernels.kda.reference import Pack
+from pallas_kernels.kda.table import make_table, mark
 from pallas_kernels.kda.triton.intra import intra
 from pallas_kernels.kda.triton.merge import merge
 from pallas_kernels.kda.triton.state import advance
-from pallas_kernels.kda.triton.table import make_table, mark
 from pallas_kernels.kda.triton.tile import BLOCK, Plan
 
 CHUNK = 64
 
 
-class Sequence(NamedTuple):
-    """What is differentiated: q, k, g [B, T, H, K], v [B, T, H, V], beta [B, T, H], states [N, H, K, V]."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
-    states: jax.Array
-
-
-class Form(NamedTuple):
-    """The static choices of a call."""
-
-    scale: float
-    gate_lower_bound: float | None
-    chunk: int
-    interpret: bool
-
-
-def refusal(state: jax.Array) -> str | None:
-    """Why this backend cannot do a call, or None."""
-    return None if state.dtype == jnp.float32 else f"computes in float32, got a {state.dtype} state"
-
-
-def prefill(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    states: jax.Array,
+def forward(
+    x: Sequence,
     pack: Pack | None,
     boundaries: jax.Array | None,
-    scale: float,
-    gate_lower_bound: float | None,
-    chunk_size: int | None,
     *,
+    scale: float,
+    chunk: int | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """As the backend "xla"; `interpret` runs the kernels' bodies step by step on any device."""
-    if q.size == 0:
-        return xla.prefill(q, k, v, g, beta, states, pack, boundaries, scale, gate_lower_bound, None)
-    form = Form(scale, gate_lower_bound, chunk_size or CHUNK, interpret)
-    return _forward(form, Sequence(q, k, v, g, beta, states), pack, boundaries)
+    """out [B, T, H, V] in v.dtype, final states [N, H, K, V], and with boundaries the states there [N, NB, H, K, V].
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _forward(
-    form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    Args:
+        x: the call's arrays.
+        pack: the sequences on the flat token axis; None for whole rows.
+        boundaries: [N, NB] token counts of this call.
+        scale: multiplies the output.
+        chunk: tokens of a chunk, 16, 32 or 64; None for 64.
+        interpret: run the kernels' bodies step by step, on any device.
+    """
     batch, tokens, heads, keys = x.q.shape
     values, total = x.v.shape[3], batch * tokens
     whole = pack is None
@@ -84,9 +51,9 @@ def _forward(
         heads=heads,
         keys=_round_up(keys, 2 * BLOCK),
         values=_round_up(values, 2 * BLOCK),
-        chunk=form.chunk,
+        chunk=chunk or CHUNK,
         work=x.v.dtype if half else jnp.dtype(jnp.float32),
-        interpret=form.interpret,
+        interpret=interpret,
     )
     asked = jnp.zeros((pack.first.shape[0], 0), jnp.int32) if boundaries is None else boundaries
     table, marks = mark(make_table(pack, total, plan.chunk), pack, asked, plan.chunk)
@@ -100,7 +67,7 @@ def _forward(
     matrices = intra(q, k, g, beta, table, plan)
     inverse = merge(matrices.writes, plan)
     v = _flat(x.v, plan.values)
-    out, finals, at = advance(v, beta, matrices, inverse, states, table, marks, plan, form.scale)
+    out, finals, at = advance(v, beta, matrices, inverse, states, table, marks, plan, scale)
 
     if not whole:
         out = jnp.where(_owned(pack, total)[:, None], out, 0)
@@ -108,28 +75,6 @@ def _forward(
     at = jnp.where(marks.holder[..., None, None, None] < 0, states[:, None], at)
     inside = (..., slice(keys), slice(values))
     return out, finals[inside], None if boundaries is None else at[inside]
-
-
-def _forward_fwd(form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array | None):
-    if boundaries is not None:
-        raise NotImplementedError(
-            "kda_prefill: no gradients with boundaries; cut the call at the boundary instead"
-        )
-    return _forward(form, x, pack, None), (x, pack)
-
-
-def _forward_bwd(form: Form, residuals, cotangents):
-    x, pack = residuals
-
-    def forward(x: Sequence):
-        return xla.prefill(*x, pack, None, form.scale, form.gate_lower_bound, None)[:2]
-
-    (dx,) = jax.vjp(forward, x)[1](cotangents[:2])
-    none = None if pack is None else jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), pack)
-    return dx, none, None
-
-
-_forward.defvjp(_forward_fwd, _forward_bwd)
 
 
 def _round_up(size: int, step: int) -> int:

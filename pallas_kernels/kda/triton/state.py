@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.kda.table import Marks, Table
 from pallas_kernels.kda.triton.cost import state_cost
 from pallas_kernels.kda.triton.intra import Matrices
-from pallas_kernels.kda.triton.table import Marks, Table
 from pallas_kernels.kda.triton.tile import BLOCK, Plan, product, read, rows_of
 
 

@@ -1,0 +1,92 @@
+"""What the Pallas backends share: they bring a forward pass, and take their gradient from the backend "xla"."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.kda import xla
+from pallas_kernels.kda.reference import Pack
+
+Results: TypeAlias = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
+class Sequence(NamedTuple):
+    """What is differentiated: q, k, g [B, T, H, K], v [B, T, H, V], beta [B, T, H], states float32 [N, H, K, V]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+    states: jax.Array
+
+
+class Form(NamedTuple):
+    """The static choices of a call."""
+
+    forward: Callable[..., Results]  # (sequence, pack, boundaries, *, scale, chunk, interpret)
+    scale: float
+    gate_lower_bound: float | None
+    chunk: int | None
+    interpret: bool
+
+
+def refusal(state: jax.Array) -> str | None:
+    """Why no Pallas backend can do a call, or None."""
+    return None if state.dtype == jnp.float32 else f"computes in float32, got a {state.dtype} state"
+
+
+def prefill(
+    forward: Callable[..., Results],
+    interpret: bool,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    states: jax.Array,
+    pack: Pack | None,
+    boundaries: jax.Array | None,
+    scale: float,
+    gate_lower_bound: float | None,
+    chunk_size: int | None,
+) -> Results:
+    """A backend of `kda_prefill` out of its forward pass; `interpret` runs it step by step on any device."""
+    if q.size == 0:
+        return xla.prefill(q, k, v, g, beta, states, pack, boundaries, scale, gate_lower_bound, None)
+    form = Form(forward, scale, gate_lower_bound, chunk_size, interpret)
+    return _run(form, Sequence(q, k, v, g, beta, states), pack, boundaries)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array | None) -> Results:
+    options: dict[str, Any] = dict(scale=form.scale, chunk=form.chunk, interpret=form.interpret)
+    return form.forward(x, pack, boundaries, **options)
+
+
+def _run_fwd(form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array | None):
+    if boundaries is not None:
+        raise NotImplementedError(
+            "kda_prefill: no gradients with boundaries; cut the call at the boundary instead"
+        )
+    return _run(form, x, pack, None), (x, pack)
+
+
+def _run_bwd(form: Form, residuals, cotangents):
+    x, pack = residuals
+
+    def forward(x: Sequence) -> tuple[jax.Array, jax.Array]:
+        return xla.prefill(*x, pack, None, form.scale, form.gate_lower_bound, None)[:2]
+
+    (dx,) = jax.vjp(forward, x)[1](cotangents[:2])
+    none = None if pack is None else jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), pack)
+    return dx, none, None
+
+
+_run.defvjp(_run_fwd, _run_bwd)
