@@ -3,11 +3,13 @@
 #   VENV=.venv-other         where the environment lies (one per interpreter)
 #   JAX='jax==0.11.2'        holds JAX at a version
 #   TESTS='tests/test_x.py'  tests to run, with any options for pytest
+#   CHECK='--shape small'    options of check
 
 VENV ?= .venv
 JAX ?=
 WORKERS ?= 2
 TESTS ?= tests
+CHECK ?=
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
@@ -42,7 +44,7 @@ bench: $(VENV)/.installed-parity $(VENV)/.installed-peers
 
 check: $(VENV)/.installed-check
 	@mkdir -p out
-	@$(python) -m pallas_kernels check --json out/check.json
+	@$(python) -m pallas_kernels check --json out/check.json $(CHECK)
 
 lint: $(VENV)/.installed-dev
 	@$(python) -m ruff format --check --quiet . || { echo 'not formatted: run `make format`' >&2; exit 1; }
