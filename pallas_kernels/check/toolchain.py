@@ -53,6 +53,7 @@ class Toolchain:
         _stand_in(_cuda(), folder / "cuda", self.log)
         self.options = {"xla_gpu_cuda_data_dir": str(folder / "cuda"), "xla_gpu_autotune_level": 0}
         jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_enable_compilation_cache", False)  # what is not compiled says nothing
         self.meshes: dict[str, jax.sharding.Mesh] = {}
 
     def compile(
