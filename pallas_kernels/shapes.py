@@ -1,4 +1,4 @@
-"""The sizes that kernels are checked and measured at: those of real models, and a small one."""
+"""The sizes that kernels are checked at: those of real models, and a small one."""
 
 from __future__ import annotations
 

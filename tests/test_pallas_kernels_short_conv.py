@@ -46,6 +46,16 @@ def test_matches_the_formula(num_tokens: int, implementation: str) -> None:
     assert_close("silu", by_hand(x[1], weight, window[1]), jax.nn.silu(linear[1]), 2e-7)
 
 
+@pytest.mark.parametrize("layout", [{}, {"cu_seqlens": [0, 0]}], ids=["rows", "pack"])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_no_tokens_leave_the_window(layout: dict[str, list[int]], implementation: str) -> None:
+    x, weight, window = map(jnp.asarray, inputs(0))
+    y, end, at = short_conv(x, weight, window, boundaries=[0], implementation=implementation, **layout)
+    assert y.shape == (1, 0, CHANNELS)
+    np.testing.assert_array_equal(end, window)
+    np.testing.assert_array_equal(at[:, 0], window)
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 15, 16, 17, 63, 64, 65, 127])
 @pytest.mark.optimised
 def test_split_keeps_every_bit(cut: int) -> None:

@@ -33,6 +33,8 @@ def check(
     todo = [
         (case, goal) for shape in _named("shape", shape, SHAPES) for case in cases(shape) for goal in targets
     ]
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
             toolchain = Toolchain(Path(folder))

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from pallas_kernels.check.targets import Target
 
-INSTALL = "install the check extra's tools: make check does"
+INSTALL = "`make check` installs it"
 
 
 class Missing(Exception):

@@ -103,6 +103,9 @@ def kda_prefill(
             "reference": Backend(_reference_prefill),
         },
     )
+    if q.size == 0:  # no backend need know of calls without a token
+        marked = () if at is None else (jnp.repeat(state[:, None], at.shape[1], axis=1),)
+        return jnp.zeros(v.shape, v.dtype), state, *marked
     q, k = _ready_queries_keys(q, k, qk_l2norm, repeats)
     scale = _scale(q, scale)
     out, final, states = run(q, k, v, g, beta, state, pack, at, scale, gate_lower_bound, chunk_size)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,37 @@ class Sequence(NamedTuple):
     states: jax.Array
 
 
+@runtime_checkable
+class Forward(Protocol):
+    """What a backend brings."""
+
+    def __call__(
+        self,
+        x: Sequence,
+        pack: Pack | None,
+        boundaries: jax.Array | None,
+        *,
+        scale: float,
+        chunk: int | None,
+        interpret: bool,
+    ) -> Results:
+        """out [B, T, H, V] in v.dtype, final states [N, H, K, V], and with boundaries the states there [N, NB, ...].
+
+        Args:
+            x: the call's arrays; at least one token.
+            pack: the sequences on the flat token axis; None for whole rows.
+            boundaries: [N, NB] token counts of this call.
+            scale: multiplies the output.
+            chunk: tokens of a chunk; None lets the backend choose.
+            interpret: run the kernels' bodies step by step, on any device.
+        """
+        ...
+
+
 class Form(NamedTuple):
     """The static choices of a call."""
 
-    forward: Callable[..., Results]  # (sequence, pack, boundaries, *, scale, chunk, interpret)
+    forward: Forward
     scale: float
     gate_lower_bound: float | None
     chunk: int | None
@@ -43,7 +69,7 @@ def refusal(state: jax.Array) -> str | None:
 
 
 def prefill(
-    forward: Callable[..., Results],
+    forward: Forward,
     interpret: bool,
     q: jax.Array,
     k: jax.Array,
@@ -58,16 +84,13 @@ def prefill(
     chunk_size: int | None,
 ) -> Results:
     """A backend of `kda_prefill` out of its forward pass; `interpret` runs it step by step on any device."""
-    if q.size == 0:
-        return xla.prefill(q, k, v, g, beta, states, pack, boundaries, scale, gate_lower_bound, None)
     form = Form(forward, scale, gate_lower_bound, chunk_size, interpret)
     return _run(form, Sequence(q, k, v, g, beta, states), pack, boundaries)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array | None) -> Results:
-    options: dict[str, Any] = dict(scale=form.scale, chunk=form.chunk, interpret=form.interpret)
-    return form.forward(x, pack, boundaries, **options)
+    return form.forward(x, pack, boundaries, scale=form.scale, chunk=form.chunk, interpret=form.interpret)
 
 
 def _run_fwd(form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array | None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,17 @@ class Table(NamedTuple):
     first: jax.Array  # [N + 2] int32: sequence n has chunks first[n] to first[n + 1]; the last entry is -1
 
 
+def whole_rows(batch: int, tokens: int) -> Pack:
+    """The sequences of a batch of whole rows that begin with the call, as NumPy arrays: they are known now."""
+    first = np.arange(batch, dtype=np.int32) * tokens
+    known: list[Any] = [first, np.full_like(first, tokens), np.zeros_like(first)]
+    return Pack(*known)
+
+
 def make_table(pack: Pack, num_tokens: int, chunk: int) -> Table:
     """The table for sequences on a token axis of `num_tokens` rows, anchored at token 0 of each sequence.
 
-    Its length is static: a sequence has at most one partial chunk at either end. Of whole rows, given as NumPy arrays,
+    Its length is static: a sequence has at most one partial chunk at either end. Of `whole_rows`
     it is made here and now, and costs the program no kernel.
     """
     xp: ModuleType = np if isinstance(pack.first, np.ndarray) else jnp

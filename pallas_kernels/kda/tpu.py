@@ -8,18 +8,16 @@ over the chunks in order, and the state stays in the core's memory from one to t
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kda.grid import MIN_LOG_DECAY
-from pallas_kernels.kda.pallas import Sequence
+from pallas_kernels.kda.pallas import Results, Sequence
 from pallas_kernels.kda.reference import Pack
-from pallas_kernels.kda.table import Marks, Table, make_table, mark
+from pallas_kernels.kda.table import Marks, Table, make_table, mark, whole_rows
 
 CHUNK = 64
 LANES = 128
@@ -34,16 +32,8 @@ def forward(
     scale: float,
     chunk: int | None,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """out [B, T, H, V] in v.dtype, final states [N, H, K, V], and with boundaries the states there [N, NB, H, K, V].
-
-    Args:
-        x: the call's arrays.
-        pack: the sequences on the flat token axis; None for whole rows.
-        boundaries: [N, NB] token counts of this call.
-        scale: multiplies the output.
-        chunk: 64 or None.
-        interpret: run the body step by step, on any device.
+) -> Results:
+    """A `pallas.Forward`; `chunk` is 64 or None.
 
     Raises:
         ValueError: another chunk.
@@ -55,10 +45,7 @@ def forward(
     q, k, v, g, beta, states = x
     batch, tokens, heads, keys = q.shape
     values, total = v.shape[3], batch * tokens
-    if pack is None:
-        first = np.arange(batch, dtype=np.int32) * tokens
-        known: list[Any] = [first, np.full_like(first, tokens), np.zeros_like(first)]
-        pack = Pack(*known)
+    pack = whole_rows(batch, tokens) if pack is None else pack
     asked = jnp.zeros((states.shape[0], 0), jnp.int32) if boundaries is None else boundaries
     table = make_table(pack, total, CHUNK)
     chunks = table.token.shape[0]
@@ -178,11 +165,10 @@ def _body(
         live = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0) < count
         kept = jnp.where(live, g, 0.0)
         tail = jnp.exp(_sums(row < column, kept))
-        decay = jnp.exp(_dot(jnp.ones((CHUNK, state.shape[0]), jnp.float32), kept, over_rows=True))
+        ones = jnp.ones((CHUNK, state.shape[1]), jnp.float32)
+        decay = jnp.exp(_dot(kept, ones, over_rows=True))  # [K, V], alike in every column
         keys = jnp.where(live, k, 0.0) * tail
-        # decay stands in every row of a square: its product with the state picks the diagonal
-        here, there = (jax.lax.broadcasted_iota(jnp.int32, decay.shape, axis) for axis in (0, 1))
-        return _dot(jnp.where(here == there, decay, 0.0), state) + _dot(keys, u, over_rows=True)
+        return decay * state + _dot(keys, u, over_rows=True)
 
     n = owner_ref[c]
     for b in range(marked):

@@ -30,15 +30,12 @@ def prefill(
     inputs = Inputs(*(x.astype(jnp.float32) for x in (q, k, v, g, beta)))
     if pack is not None:
         inputs = Inputs(*(x.reshape(1, batch * tokens, *x.shape[2:]) for x in inputs))
-    at = None
-    if tokens == 0 or q.shape[0] == 0:
-        out, final = jnp.zeros(v.shape, jnp.float32), states
-        at = None if boundaries is None else jnp.repeat(states[:, None], boundaries.shape[1], axis=1)
-    elif boundaries is None:
+    if boundaries is None or boundaries.shape[1] == 0:
         # A grid's rows advance together: their heads are one axis of states.
         grouped = states if pack is not None else states.reshape(-1, *states.shape[2:])
         out, final = chunked(form, inputs, grouped, pack)
         final = final.reshape(states.shape)
+        at = None if boundaries is None else jnp.zeros((states.shape[0], 0, *states.shape[1:]), jnp.float32)
     else:
         out, final, at = chunked_at(form, inputs, states, pack, boundaries)
     return out.reshape(v.shape).astype(v.dtype), final, at

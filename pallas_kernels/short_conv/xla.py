@@ -103,6 +103,8 @@ def windows_at(
         boundaries: [N, NB] int32 token counts; counts beyond the length mean the length.
     """
     size = window.shape[1]
+    if not x.shape[0]:
+        return window, jnp.repeat(window[:, None], boundaries.shape[1], axis=1)
     counts = jnp.minimum(jnp.concatenate([lengths[:, None], boundaries], axis=1), lengths[:, None])
     row = counts[..., None] + jnp.arange(size, dtype=jnp.int32)  # [N, 1+NB, W-1]: in window ++ x
     in_window = (row < size)[..., None]

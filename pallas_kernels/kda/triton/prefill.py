@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels.kda.pallas import Sequence
+from pallas_kernels.kda.pallas import Results, Sequence
 from pallas_kernels.kda.reference import Pack
-from pallas_kernels.kda.table import make_table, mark
+from pallas_kernels.kda.table import make_table, mark, whole_rows
 from pallas_kernels.kda.triton.intra import intra
 from pallas_kernels.kda.triton.merge import merge
 from pallas_kernels.kda.triton.state import advance
@@ -27,24 +24,13 @@ def forward(
     scale: float,
     chunk: int | None,
     interpret: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """out [B, T, H, V] in v.dtype, final states [N, H, K, V], and with boundaries the states there [N, NB, H, K, V].
-
-    Args:
-        x: the call's arrays.
-        pack: the sequences on the flat token axis; None for whole rows.
-        boundaries: [N, NB] token counts of this call.
-        scale: multiplies the output.
-        chunk: tokens of a chunk, 16, 32 or 64; None for 64.
-        interpret: run the kernels' bodies step by step, on any device.
-    """
+) -> Results:
+    """A `pallas.Forward`; `chunk` is 16, 32 or 64, None for 64."""
     batch, tokens, heads, keys = x.q.shape
     values, total = x.v.shape[3], batch * tokens
     whole = pack is None
     if pack is None:
-        first = np.arange(batch, dtype=np.int32) * tokens
-        known: list[Any] = [first, np.full_like(first, tokens), np.zeros_like(first)]
-        pack = Pack(*known)
+        pack = whole_rows(batch, tokens)
     half = x.v.dtype == jnp.bfloat16
     plan = Plan(
         num_tokens=total,
