@@ -46,11 +46,13 @@ def test_matches_the_formula(num_tokens: int, implementation: str) -> None:
     assert_close("silu", by_hand(x[1], weight, window[1]), jax.nn.silu(linear[1]), 2e-7)
 
 
-@pytest.mark.parametrize("layout", [{}, {"cu_seqlens": [0, 0]}], ids=["rows", "pack"])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 0]], ids=["rows", "pack"])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_no_tokens_leave_the_window(layout: dict[str, list[int]], implementation: str) -> None:
+def test_no_tokens_leave_the_window(cu_seqlens: list[int] | None, implementation: str) -> None:
     x, weight, window = map(jnp.asarray, inputs(0))
-    y, end, at = short_conv(x, weight, window, boundaries=[0], implementation=implementation, **layout)
+    y, end, at = short_conv(
+        x, weight, window, cu_seqlens=cu_seqlens, boundaries=[0], implementation=implementation
+    )
     assert y.shape == (1, 0, CHANNELS)
     np.testing.assert_array_equal(end, window)
     np.testing.assert_array_equal(at[:, 0], window)
