@@ -313,8 +313,8 @@ def test_no_tokens_and_no_boundaries(implementation):
     arguments = inputs("bounded", batch=2, tokens=8, keys=4, values=4)
     _, final, states = kda_prefill(*arguments, boundaries=[], implementation=implementation)
     assert states.shape == (2, 0, *final.shape[1:])
-    none = [x[:, :0] for x in arguments[:5]]
-    out, final, states = kda_prefill(*none, arguments[5], boundaries=[0], implementation=implementation)
+    none = [*(x[:, :0] for x in arguments[:5]), arguments[5]]
+    out, final, states = kda_prefill(*none, boundaries=[0], implementation=implementation)
     assert out.shape == (2, 0, 2, 4)
     np.testing.assert_array_equal(final, arguments[5])
     np.testing.assert_array_equal(states[:, 0], arguments[5])
