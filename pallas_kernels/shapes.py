@@ -6,18 +6,33 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """A KDA layer and how much it is given to do."""
+    """The layers of a model, and how much they are given to do.
+
+    Attributes:
+        tokens: of one prefill.
+        rows: of one decode step.
+        heads, keys, values: a KDA layer's heads, and a head's key and value channels.
+        window: tokens that a short convolution sees, its own included.
+        latents, shared: an MLA layer's latent channels, and those of its shared key (64 that would be rotated).
+        context: tokens that a row has behind it when it decodes.
+        page: tokens of a page of latents.
+    """
 
     name: str
-    tokens: int  # of one prefill
-    rows: int  # of one decode step
+    tokens: int
+    rows: int
     heads: int
     keys: int
     values: int
+    window: int = 4
+    latents: int = 512
+    shared: int = 64
+    context: int = 8192
+    page: int = 64
 
 
 SHAPES = (
     Shape("kimi-linear-48b", tokens=8192, rows=64, heads=32, keys=128, values=128),
     Shape("kimi-k3", tokens=8192, rows=64, heads=96, keys=128, values=128),
-    Shape("small", tokens=2048, rows=8, heads=4, keys=64, values=64),
+    Shape("small", tokens=2048, rows=8, heads=4, keys=64, values=64, latents=128, shared=32, context=1024),
 )

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from pallas_kernels.check.cases import Case, cases
+from pallas_kernels.check.cases import cases
+from pallas_kernels.check.cases.case import Case
 from pallas_kernels.check.targets import TARGETS, Target
 from pallas_kernels.check.toolchain import Compiled, Missing, Toolchain
 from pallas_kernels.shapes import SHAPES

@@ -1,0 +1,18 @@
+"""Every kernel at every shape: what to compile, and what it does by count. A file an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from pallas_kernels.check.cases.case import Case
+from pallas_kernels.check.cases.kda_forward import kda_forward
+from pallas_kernels.check.cases.kda_step import kda_step
+from pallas_kernels.shapes import Shape
+
+OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (kda_forward, kda_step)
+
+
+def cases(shape: Shape) -> Iterator[Case]:
+    """All cases of a shape, operator by operator."""
+    for operator in OPERATORS:
+        yield from operator(shape)
