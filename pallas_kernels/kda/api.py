@@ -170,10 +170,10 @@ def kda_step(
 
 def _pallas_backends(state: jax.Array) -> dict[str, Backend]:
     """The kernels' backends of `kda_prefill`, each also step by step on any device."""
-    kernels = {"triton": triton.forward, "tpu": tpu.forward}
+    kernels = {"triton": pallas.Kernels(triton.forward), "tpu": pallas.Kernels(tpu.forward)}
     return {
-        name + suffix: Backend(functools.partial(pallas.prefill, forward, interpret), pallas.refusal(state))
-        for name, forward in kernels.items()
+        name + suffix: Backend(functools.partial(pallas.prefill, each, interpret), pallas.refusal(state))
+        for name, each in kernels.items()
         for suffix, interpret in (("", False), ("-interpret", True))
     }
 

@@ -1,4 +1,4 @@
-"""What the Pallas backends share: they bring a forward pass, and take their gradient from the backend "xla"."""
+"""What the Pallas backends share: each brings a forward pass, and a backward pass or takes the backend "xla"'s."""
 
 from __future__ import annotations
 
@@ -53,10 +53,42 @@ class Forward(Protocol):
         ...
 
 
+@runtime_checkable
+class Backward(Protocol):
+    """What a backend may bring beside it."""
+
+    def __call__(
+        self,
+        x: Sequence,
+        pack: Pack | None,
+        d_out: jax.Array,
+        d_finals: jax.Array,
+        *,
+        scale: float,
+        chunk: int | None,
+        interpret: bool,
+    ) -> Sequence:
+        """The gradients of the call's arrays, in their shapes and dtypes.
+
+        Args:
+            x, pack, scale, chunk, interpret: as `Forward` had them.
+            d_out: the output's gradient, [B, T, H, V]; that of tokens of no sequence counts for nothing.
+            d_finals: the final states', float32 [N, H, K, V].
+        """
+        ...
+
+
+class Kernels(NamedTuple):
+    """A backend; without a backward pass of its own it has the gradient of the backend "xla"."""
+
+    forward: Forward
+    backward: Backward | None = None
+
+
 class Form(NamedTuple):
     """The static choices of a call."""
 
-    forward: Forward
+    kernels: Kernels
     scale: float
     gate_lower_bound: float | None
     chunk: int | None
@@ -69,7 +101,7 @@ def refusal(state: jax.Array) -> str | None:
 
 
 def prefill(
-    forward: Forward,
+    kernels: Kernels,
     interpret: bool,
     q: jax.Array,
     k: jax.Array,
@@ -83,14 +115,15 @@ def prefill(
     gate_lower_bound: float | None,
     chunk_size: int | None,
 ) -> Results:
-    """A backend of `kda_prefill` out of its forward pass; `interpret` runs it step by step on any device."""
-    form = Form(forward, scale, gate_lower_bound, chunk_size, interpret)
+    """A backend of `kda_prefill` out of its kernels; `interpret` runs it step by step on any device."""
+    form = Form(kernels, scale, gate_lower_bound, chunk_size, interpret)
     return _run(form, Sequence(q, k, v, g, beta, states), pack, boundaries)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array | None) -> Results:
-    return form.forward(x, pack, boundaries, scale=form.scale, chunk=form.chunk, interpret=form.interpret)
+    run = form.kernels.forward
+    return run(x, pack, boundaries, scale=form.scale, chunk=form.chunk, interpret=form.interpret)
 
 
 def _run_fwd(form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array | None):
@@ -103,13 +136,20 @@ def _run_fwd(form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array |
 
 def _run_bwd(form: Form, residuals, cotangents):
     x, pack = residuals
+    if form.kernels.backward is None:
+        dx = _xla_gradient(form, x, pack, cotangents[:2])
+    else:
+        run = form.kernels.backward
+        dx = run(x, pack, *cotangents[:2], scale=form.scale, chunk=form.chunk, interpret=form.interpret)
+    none = None if pack is None else jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), pack)
+    return dx, none, None
 
+
+def _xla_gradient(form: Form, x: Sequence, pack: Pack | None, cotangents) -> Sequence:
     def forward(x: Sequence) -> tuple[jax.Array, jax.Array]:
         return xla.prefill(*x, pack, None, form.scale, form.gate_lower_bound, None)[:2]
 
-    (dx,) = jax.vjp(forward, x)[1](cotangents[:2])
-    none = None if pack is None else jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), pack)
-    return dx, none, None
+    return jax.vjp(forward, x)[1](cotangents)[0]
 
 
 _run.defvjp(_run_fwd, _run_bwd)
