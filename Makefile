@@ -81,9 +81,12 @@ $(VENV)/.installed-peers: $(VENV)/.installed-dev
 	@$(install) -e '.[dev,peers]' $(JAX)
 	@touch $(VENV)/.installed $(VENV)/.installed-dev $@
 
-# JAX's CUDA plugin must be of its version; it is told to leave NVIDIA's libraries, which only a GPU needs, where they are
+# JAX's plugins must be of its version: the CUDA one without NVIDIA's libraries, which only a GPU needs, and libtpu
+# as JAX's own extra `tpu` names it
 $(VENV)/.installed-check: $(VENV)/.installed
-	@echo 'installing the compilers for GPUs into $(VENV)'
-	@version=$$($(python) -c 'import jax; print(jax.__version__)') && $(install) --no-deps \
-	  "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" 'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'
+	@echo 'installing the compilers for GPUs and TPUs into $(VENV)'
+	@version=$$($(python) -c 'import jax; print(jax.__version__)') && \
+	  libtpu=$$($(python) -c 'from importlib.metadata import requires; print(next(line.split(";")[0].strip() for line in requires("jax") if line.startswith("libtpu")))') && \
+	  $(install) --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "$$libtpu" \
+	  'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*'
 	@touch $@
