@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import export
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from lowering import CALL, lowered
 from pallas_kernels import kda_prefill, kda_step
 
-CALL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 HEADS, KEYS = 4, 128
-
-
-def lowered(platform: str, function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> str:
-    """The program's text for a platform."""
-    scope = contextlib.nullcontext()
-    if platform == "cuda" and jax.__version_info__ >= (0, 11):  # it asks which GPU
-        gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-        scope = use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=gpu))
-    with scope:
-        known = [export.DisabledSafetyCheck.custom_call(CALL[platform])]
-        program = export.export(jax.jit(function), platforms=[platform], disabled_checks=known)
-        return program(*arguments).mlir_module()
 
 
 def sequence(tokens: int, dtype: jnp.dtype, keys: int, values: int) -> list[jax.ShapeDtypeStruct]:

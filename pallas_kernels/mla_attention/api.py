@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.counts import Counts, as_counts
-from pallas_kernels.mla_attention import reference, xla
+from pallas_kernels.mla_attention import pallas, reference, triton, xla
 from pallas_kernels.precision import accumulator
 
 
@@ -72,10 +74,25 @@ def mla_attention(
     valid = as_counts("mla_attention: lengths", valid, (batch,), limit=num_tokens)
     as_counts("mla_attention: start + lengths (rows written)", begun + valid, (batch,), limit=capacity)
 
-    backends = {"reference": Backend(_reference), "xla": Backend(xla.attend)}
+    backends = {
+        "xla": Backend(xla.attend),
+        **_pallas_backends(q, latents, rank),
+        "reference": Backend(_reference),
+    }
     run = choose("mla_attention", implementation, backends)
     scale = channels**-0.5 if scale is None else scale
     return run(q, latents, page_table, begun, valid, rank, scale).astype(q.dtype)
+
+
+def _pallas_backends(q: jax.Array, latents: jax.Array, rank: int) -> dict[str, Backend]:
+    """The kernels' backends, each also step by step on any device."""
+    return {
+        "triton" + suffix: Backend(
+            functools.partial(pallas.attend, triton.forward, interpret),
+            pallas.refusal(q, latents) or triton.refusal(q, latents, rank, interpret=interpret),
+        )
+        for suffix, interpret in (("", False), ("-interpret", True))
+    }
 
 
 def _reference(q, latents, *others):
