@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.counts import Counts, as_counts
-from pallas_kernels.mla_attention import pallas, reference, triton, xla
+from pallas_kernels.mla_attention import pallas, reference, tpu, triton, xla
 from pallas_kernels.precision import accumulator
 
 
@@ -76,23 +77,30 @@ def mla_attention(
 
     backends = {
         "xla": Backend(xla.attend),
-        **_pallas_backends(q, latents, rank),
+        **_pallas_backends(q, latents, page_table, rank),
         "reference": Backend(_reference),
     }
     run = choose("mla_attention", implementation, backends)
+    if q.size == 0 or latents.size == 0:  # no backend need know of calls without a query or a row
+        return jnp.zeros((*q.shape[:3], rank), q.dtype)
     scale = channels**-0.5 if scale is None else scale
     return run(q, latents, page_table, begun, valid, rank, scale).astype(q.dtype)
 
 
-def _pallas_backends(q: jax.Array, latents: jax.Array, rank: int) -> dict[str, Backend]:
+def _pallas_backends(
+    q: jax.Array, latents: jax.Array, page_table: jax.Array | None, rank: int
+) -> dict[str, Backend]:
     """The kernels' backends, each also step by step on any device."""
-    return {
-        "triton" + suffix: Backend(
-            functools.partial(pallas.attend, triton.forward, interpret),
-            pallas.refusal(q, latents) or triton.refusal(q, latents, rank, interpret=interpret),
-        )
-        for suffix, interpret in (("", False), ("-interpret", True))
-    }
+    backends = {}
+    for suffix, interpret in (("", False), ("-interpret", True)):
+        refusals = {
+            "triton": triton.refusal(q, latents, rank, interpret=interpret),
+            "tpu": tpu.refusal(latents, page_table),
+        }
+        for name, forward in (("triton", triton.forward), ("tpu", tpu.forward)):
+            run = functools.partial(pallas.attend, forward, interpret)
+            backends[name + suffix] = Backend(run, pallas.refusal(q, latents) or refusals[name])
+    return backends
 
 
 def _reference(q, latents, *others):

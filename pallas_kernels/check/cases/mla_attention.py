@@ -27,29 +27,26 @@ def mla_attention(shape: Shape) -> Iterator[Case]:
         yield _combine(shape, jnp.dtype(queries))
 
 
-def _call(shape: Shape, kind: str, queries: jnp.dtype, latents: jnp.dtype) -> tuple[Plan, int, Any, Any, int]:
-    """The plan, rows of the batch, shapes of queries and of the pool, pages a sequence."""
+def _call(shape: Shape, kind: str, queries: jnp.dtype, latents: jnp.dtype) -> tuple[Plan, tuple[Any, ...]]:
+    """The plan of a call and what `attend` takes: q, the pool, page table, start and lengths."""
     batch, tokens = (1, shape.tokens) if kind == "forward" else (shape.rows, 1)
-    page = shape.tokens if kind == "forward" else shape.page
-    pages = 1 if kind == "forward" else shape.context // page
+    page, pages = (shape.tokens, 1) if kind == "forward" else (shape.page, shape.context // shape.page)
     channels = shape.latents + shape.shared
     q = like((batch, tokens, shape.heads, channels), queries)
-    pool = like((batch * pages, page, channels), latents)
-    return make_plan(q, pool, pages, shape.latents), batch, q, pool, pages
+    plan = make_plan(q, like((batch * pages, page, channels), latents), pages, shape.latents)
+    counts = like((batch,), jnp.int32)
+    pool = like((batch * pages * page, channels), latents)
+    table = like((batch, pages), jnp.int32)
+    return plan, (like((batch, plan.num_rows, channels), queries), pool, table, counts, counts)
 
 
 def _attend(shape: Shape, kind: str, queries: jnp.dtype, latents: jnp.dtype) -> Case:
-    plan, batch, q, pool, pages = _call(shape, kind, queries, latents)
-    dtype = queries if plan.splits == 1 else jnp.dtype(jnp.float32)
+    plan, arguments = _call(shape, kind, queries, latents)
 
     def run(*arguments: Any) -> Any:
-        return attend(*arguments, plan, 1.0, dtype)
+        return attend(*arguments, plan, 1.0)
 
-    counts = like((batch,), jnp.int32)
-    rows = like((batch, plan.num_rows, plan.channels), queries)
-    pool = like((pool.shape[0] * plan.page, plan.channels), latents)
-    arguments = (rows, pool, like((batch, pages), jnp.int32), counts, counts)
-    cost = attend_cost(plan, batch, queries, latents, dtype)
+    cost = attend_cost(plan, arguments[0].shape[0], queries, latents)
     name = "mla_attend, prefill" if kind == "forward" else "mla_attend, decode"
     lacking = ("sm_80",) if latents.itemsize == 1 else ()
     return Case(
@@ -58,12 +55,12 @@ def _attend(shape: Shape, kind: str, queries: jnp.dtype, latents: jnp.dtype) -> 
 
 
 def _combine(shape: Shape, queries: jnp.dtype) -> Case:
-    plan, batch, *_ = _call(shape, "step", queries, queries)
+    plan, (*_, counts) = _call(shape, "step", queries, queries)
 
     def run(*arguments: Any) -> Any:
         return combine(*arguments, plan, queries)
 
-    splits, counts = (batch, plan.splits, shape.heads), like((batch,), jnp.int32)
+    splits = (shape.rows, plan.splits, shape.heads)
     arguments = (like((*splits, plan.rank)), like(splits), counts, counts)
-    cost = combine_cost(plan, batch, queries)
+    cost = combine_cost(plan, shape.rows, queries)
     return Case("mla_combine", ("mla_combine",), 1, "step", shape.name, queries.name, run, arguments, cost)

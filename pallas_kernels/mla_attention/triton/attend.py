@@ -30,10 +30,9 @@ def attend(
     lengths: jax.Array,
     plan: Plan,
     scale: float,
-    dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over each split's rows: means [B, splits, T * H, R] of a dtype, and the logarithms to base 2 of their
-    weights, float32 [B, splits, T * H]. Splits without a row are not written.
+    """Attention over each split's rows: means [B, splits, T * H, R], float32 or with one split in q's dtype, and the
+    logarithms to base 2 of their weights, float32 [B, splits, T * H]. Splits without a row are not written.
 
     Args:
         q: [B, T * H, C].
@@ -41,7 +40,6 @@ def attend(
         page_table: [B, n] int32.
         start, lengths: [B] int32, rows written before this call and valid queries.
         scale: multiplies the scores.
-        dtype: of the means.
     """
     batch = q.shape[0]
     tiles = -(-plan.num_rows // plan.tile)
@@ -54,10 +52,10 @@ def attend(
         in_specs=[whole] * 5,
         out_specs=[whole, whole],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, plan.splits, rows, plan.rank), dtype),
+            jax.ShapeDtypeStruct((batch, plan.splits, rows, plan.rank), plan.mean_dtype(q.dtype)),
             jax.ShapeDtypeStruct((batch, plan.splits, rows), jnp.float32),
         ],
-        cost_estimate=attend_cost(plan, batch, q.dtype, pool.dtype, dtype),
+        cost_estimate=attend_cost(plan, batch, q.dtype, pool.dtype),
         compiler_params=pltriton.CompilerParams(
             num_warps=plan.warps, num_stages=2 if plan.holds_queries else 1
         ),

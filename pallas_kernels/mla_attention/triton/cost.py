@@ -12,27 +12,24 @@ from jax.experimental import pallas as pl
 from pallas_kernels.mla_attention.triton.plan import Plan
 
 
-def attend_cost(
-    plan: Plan, batch: int, q_dtype: jnp.dtype, latent_dtype: jnp.dtype, out_dtype: jnp.dtype
-) -> pl.CostEstimate:
-    """`attend` over a batch."""
+def attend_cost(plan: Plan, batch: int, queries: jnp.dtype, latents: jnp.dtype) -> pl.CostEstimate:
+    """`attend` over a batch of queries and latents of two dtypes."""
     tokens = plan.num_rows // plan.heads
     pairs = batch * plan.heads * (tokens * plan.capacity - tokens * (tokens - 1) // 2)
     rows = batch * plan.num_rows
-    latents = batch * plan.capacity * plan.channels * jnp.dtype(latent_dtype).itemsize
-    queries = rows * plan.channels * jnp.dtype(q_dtype).itemsize
-    written = rows * plan.splits * (plan.rank * jnp.dtype(out_dtype).itemsize + 4)
+    read = plan.channels * (batch * plan.capacity * latents.itemsize + rows * queries.itemsize)
+    written = rows * plan.splits * (plan.rank * plan.mean_dtype(queries).itemsize + 4)
     return pl.CostEstimate(
         flops=2 * pairs * (plan.channels + plan.rank),
         transcendentals=pairs,
-        bytes_accessed=latents + queries + written,
+        bytes_accessed=read + written,
     )
 
 
 def combine_cost(plan: Plan, batch: int, dtype: jnp.dtype) -> pl.CostEstimate:
-    """`combine` over a batch."""
+    """`combine` over a batch, into a dtype."""
     means = batch * plan.splits * plan.num_rows
-    written = batch * plan.num_rows * plan.rank * jnp.dtype(dtype).itemsize
+    written = batch * plan.num_rows * plan.rank * dtype.itemsize
     return pl.CostEstimate(
         flops=2 * means * plan.rank,
         transcendentals=means,

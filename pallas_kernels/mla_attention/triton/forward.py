@@ -28,12 +28,8 @@ def forward(
     plan = make_plan(q, latents, page_table.shape[1], rank, interpret=interpret)
     q, latents = (_widened(x, plan.channels - channels) for x in (q, latents))
     q, pool = q.reshape(batch, -1, plan.channels), latents.reshape(-1, plan.channels)
-    dtype = q.dtype if plan.splits == 1 else jnp.float32
-    means, norms = attend(q, pool, page_table, start, lengths, plan, scale, dtype)
-    if plan.splits == 1:
-        out = means[:, 0]
-    else:
-        out = combine(means, norms, start, lengths, plan, q.dtype)
+    means, norms = attend(q, pool, page_table, start, lengths, plan, scale)
+    out = means[:, 0] if plan.splits == 1 else combine(means, norms, start, lengths, plan, q.dtype)
     return out.reshape(batch, tokens, heads, plan.rank)[..., :rank]
 
 

@@ -63,6 +63,10 @@ class Plan(NamedTuple):
         """Whether queries and keys are fetched once; three passes of TF32 leave no registers for that."""
         return self.work == jnp.bfloat16
 
+    def mean_dtype(self, queries: jnp.dtype) -> jnp.dtype:
+        """Of what `attend` writes: that of the queries, or float32 where there is more to sum."""
+        return queries if self.splits == 1 else jnp.dtype(jnp.float32)
+
     @property
     def precision(self) -> Precision | Preset | None:
         """Of products: as exact as the inputs are; in float32 three passes of TF32, 2e-7."""

@@ -1,0 +1,49 @@
+"""Latent attention as a device would get it: lowered for CUDA and for TPUs on a machine without one."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lowering import CALL, lowered
+from pallas_kernels import mla_attention
+
+HEADS, RANK, ROPE = 32, 512, 64
+PLATFORMS = {"cuda": "triton", "tpu": "tpu"}
+CALLS = {"prefill": (128, 256, None), "decode": (1, 64, 32), "short decode": (1, 64, 2)}
+"""Queries a row, rows of a page or of the buffer, pages a row."""
+
+
+@pytest.mark.parametrize(
+    "latents", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn], ids=["f32", "bf16", "fp8"]
+)
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_call_is_its_kernels(platform: str, kind: str, latents: jnp.dtype) -> None:
+    tokens, page, pages = CALLS[kind]
+    queries = jnp.float32 if latents == jnp.float32 else jnp.bfloat16
+    counts = jax.ShapeDtypeStruct((2,), jnp.int32)
+    q = jax.ShapeDtypeStruct((2, tokens, HEADS, RANK + ROPE), queries)
+    pool = jax.ShapeDtypeStruct((2 if pages is None else 2 * pages, page, RANK + ROPE), latents)
+    table = () if pages is None else (jax.ShapeDtypeStruct((2, pages), jnp.int32),)
+    run = functools.partial(mla_attention, rank=RANK, implementation=PLATFORMS[platform])
+
+    def call(q, latents, start, lengths, *table):
+        options = {"page_table": table[0]} if table else {}
+        return run(q, latents, start=start, lengths=lengths, **options)
+
+    text = lowered(platform, call, q, pool, counts, counts, *table)
+    split = platform == "cuda" and kind == "decode"
+    assert text.count(CALL[platform]) == (2 if split else 1)
+    assert text.count("mla_attend") >= 1 and ("mla_combine" in text) == split
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_odd_widths_lower(platform: str) -> None:
+    shapes = ((2, 5, 3, 27), (2, 100, 27))
+    call = functools.partial(mla_attention, rank=20, implementation=PLATFORMS[platform])
+    text = lowered(platform, call, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    assert text.count(CALL[platform]) == 1
