@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -302,7 +303,8 @@ BIG = jax.ShapeDtypeStruct((2**23, 8, 32), jnp.float8_e4m3fn)  # 2^31 numbers
 def test_a_backend_refuses(
     name: str, latents: jax.Array, options: dict, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pallas_kernels.mla_attention.triton.forward._capability", lambda: (8, 0))
+    module = importlib.import_module("pallas_kernels.mla_attention.triton.forward")
+    monkeypatch.setattr(module, "_capability", lambda: (8, 0))
     q = jnp.zeros((2, 4, 3, latents.shape[2]))
     call = functools.partial(mla_attention, **({"rank": RANK} | options), implementation=name)
     with pytest.raises(ValueError, match=message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -72,8 +72,9 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(form: Form, q, latents, page_table, start, lengths) -> jax.Array:
-    options = dict(rank=form.rank, scale=form.scale, interpret=form.interpret)
-    return form.forward(q, latents, page_table, start, lengths, **options)
+    return form.forward(
+        q, latents, page_table, start, lengths, rank=form.rank, scale=form.scale, interpret=form.interpret
+    )
 
 
 def _run_fwd(form: Form, *arguments):
@@ -84,7 +85,8 @@ def _run_bwd(form: Form, arguments, cotangent):
     q, latents, *counts = arguments
 
     def forward(q: jax.Array, latents: jax.Array) -> jax.Array:
-        return xla.attend(q, latents, *counts, form.rank, form.scale).astype(q.dtype)
+        out: Any = xla.attend(q, latents, *counts, form.rank, form.scale)
+        return out.astype(q.dtype)
 
     none = (None if x is None else np.zeros(x.shape, jax.dtypes.float0) for x in counts)
     return *jax.vjp(forward, q, latents)[1](cotangent), *none

@@ -44,7 +44,7 @@ def _attend(shape: Shape, kind: str, queries: jnp.dtype, latents: jnp.dtype) -> 
     plan, arguments = _call(shape, kind, queries, latents)
 
     def run(*arguments: Any) -> Any:
-        return attend(*arguments, plan, 1.0)
+        return attend(*arguments, plan=plan, scale=1.0)
 
     cost = attend_cost(plan, arguments[0].shape[0], queries, latents)
     name = "mla_attend, prefill" if kind == "forward" else "mla_attend, decode"
@@ -58,7 +58,7 @@ def _combine(shape: Shape, queries: jnp.dtype) -> Case:
     plan, (*_, counts) = _call(shape, "step", queries, queries)
 
     def run(*arguments: Any) -> Any:
-        return combine(*arguments, plan, queries)
+        return combine(*arguments, plan=plan, dtype=queries)
 
     splits = (shape.rows, plan.splits, shape.heads)
     arguments = (like((*splits, plan.rank)), like(splits), counts, counts)

@@ -19,7 +19,8 @@ LOG2_E = 1.4426950408889634
 SLICE = 32
 """Channels that a loop over slices takes at a time."""
 
-Read: TypeAlias = Callable[[pl.Slice], jax.Array]
+Columns: TypeAlias = slice | pl.Slice
+Read: TypeAlias = Callable[[Columns], jax.Array]
 
 
 def attend(
@@ -75,18 +76,19 @@ def _body(
     query = jax.lax.div(row, heads)
     valid = query < length
     position = start + query
-    written = jnp.minimum(start + length, plan.capacity)
     # A tile without a valid query sees nothing.
     first_query, last_query = (jax.lax.div(tile * plan.tile + r, heads) for r in (0, plan.tile - 1))
-    seen = jnp.where(first_query < length, jnp.minimum(start + last_query + 1, written), 0)
+    behind = jnp.minimum(start + jnp.minimum(last_query + 1, length), plan.capacity)
+    seen = jnp.where(first_query < length, behind, 0)
     share = rows_a_split(seen, plan)
     first, end = split * share, jnp.minimum((split + 1) * share, seen)
 
-    def queries(columns: pl.Slice) -> jax.Array:
+    def queries(columns: Columns) -> jax.Array:
         return q_ref[b, jnp.minimum(row, plan.num_rows - 1), columns].astype(plan.work)
 
-    value_slots = [pl.ds(*cut) for cut in pieces(0, plan.rank)]
-    slots = value_slots + [pl.ds(*cut) for cut in pieces(plan.rank, plan.channels)]
+    cuts = pieces(0, plan.rank)
+    value_slots = [pl.ds(first, count) for first, count in cuts]
+    slots = value_slots + [pl.ds(first, count) for first, count in pieces(plan.rank, plan.channels)]
     held = [queries(slot) for slot in slots] if plan.holds_queries else []
 
     def step(j, carry):
@@ -94,15 +96,13 @@ def _body(
         key = j * plan.keys + jax.lax.broadcasted_iota(jnp.int32, (plan.keys,), 0)
         at = _place(table_ref, b, j, key, plan)
 
-        def latents(columns: pl.Slice) -> jax.Array:
-            """Rows of the pool; those behind what is written are zeros, whatever lies there."""
-            live = (key < written)[:, None]
-            if isinstance(
-                at, pl.Slice
-            ):  # what is masked is not fetched; of scattered rows interpret mode cannot
-                rows = pltriton.load(pool_ref.at[at, columns], mask=live, other=0.0)
-            else:
+        def latents(columns: Columns) -> jax.Array:
+            """Rows of the pool; those that no query of the tile sees are zeros, whatever lies there."""
+            live = (key < seen)[:, None]
+            if isinstance(at, jax.Array):  # interpret mode has no masked loads of scattered rows
                 rows = jnp.where(live, pool_ref[at, columns], 0)
+            else:
+                rows = pltriton.load(pool_ref.at[at, columns], mask=live, other=0.0)
             return rows.astype(plan.work)
 
         if plan.holds_queries:
@@ -118,14 +118,14 @@ def _body(
         total = total * fade + jnp.sum(weights, axis=1)
         weights = weights.astype(plan.work)
         mixed = [m * fade[:, None] + _product(weights, v, plan) for m, v in zip(mixed, values)]
-        return new_top, total, tuple(mixed)
+        return new_top, total, mixed
 
     @pl.when((split == 0) | (first < end))
     def _():
-        zeros = tuple(jnp.zeros((plan.tile, slot.size), jnp.float32) for slot in value_slots)
+        zeros = [jnp.zeros((plan.tile, count), jnp.float32) for _, count in cuts]
         empty = jnp.full((plan.tile,), -jnp.inf, jnp.float32), jnp.zeros((plan.tile,), jnp.float32), zeros
-        blocks = (jax.lax.div(x + plan.keys - 1, jnp.int32(plan.keys)) for x in (first, end))
-        top, total, mixed = jax.lax.fori_loop(*blocks, step, empty)
+        begin, stop = (jax.lax.div(x + plan.keys - 1, jnp.int32(plan.keys)) for x in (first, end))
+        top, total, mixed = jax.lax.fori_loop(begin, stop, step, empty)
         mine, ours = pl.ds(tile * plan.tile, plan.tile), row < plan.num_rows
         for slot, m in zip(value_slots, mixed):
             mean = jnp.where(valid[:, None], m / total[:, None], 0.0).astype(means_ref.dtype)
@@ -133,7 +133,7 @@ def _body(
         pltriton.store(norms_ref.at[b, split, mine], top + jnp.log2(total), mask=ours)
 
 
-def _place(table_ref, b: jax.Array, j: jax.Array, key: jax.Array, plan: Plan) -> pl.Slice | jax.Array:
+def _place(table_ref, b: jax.Array, j: jax.Array, key: jax.Array, plan: Plan) -> Columns | jax.Array:
     """Where in the pool the rows `key` of key block j lie."""
     page = jnp.int32(plan.page)
     if plan.page % plan.keys == 0:

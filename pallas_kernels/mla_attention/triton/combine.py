@@ -51,14 +51,15 @@ def _body(start_ref, lengths_ref, means_ref, norms_ref, out_ref, *, plan: Plan):
         0, live, lambda s, top: jnp.maximum(top, norms_ref[b, s, h]), jnp.float32(-jnp.inf)
     )
 
-    for slot in (pl.ds(*cut) for cut in pieces(0, plan.rank)):
+    for first, count in pieces(0, plan.rank):
+        slot = pl.ds(first, count)
 
         def add(s, carry, slot=slot):
             total, mixed = carry
             weight = jnp.exp2(norms_ref[b, s, h] - top)
             return total + weight, mixed + weight * means_ref[b, s, h, slot]
 
-        empty = jnp.float32(0), jnp.zeros((slot.size,), jnp.float32)
+        empty = jnp.float32(0), jnp.zeros((count,), jnp.float32)
         total, mixed = jax.lax.fori_loop(0, live, add, empty)
         # Without a split there is no query: 0 of nothing is 0.
         out_ref[b, h, slot] = (mixed / jnp.where(total > 0, total, 1.0)).astype(out_ref.dtype)
