@@ -41,6 +41,23 @@ def test_a_call_is_its_kernels(platform: str, kind: str, latents: jnp.dtype) -> 
     assert text.count("mla_attend") >= 1 and ("mla_combine" in text) == split
 
 
+@pytest.mark.parametrize(
+    "latents", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn], ids=["f32", "bf16", "fp8"]
+)
+def test_pages_of_any_size_lower_for_gpus(latents: jnp.dtype) -> None:
+    q = jax.ShapeDtypeStruct((2, 1, HEADS, RANK + ROPE), jnp.bfloat16)
+    pool, start = (
+        jax.ShapeDtypeStruct((9, 60, RANK + ROPE), latents),
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+    )
+
+    def call(q, latents, start):
+        table = [[0, 1, 2, 3], [5, 6, 7, 8]]
+        return mla_attention(q, latents, rank=RANK, start=start, page_table=table, implementation="triton")
+
+    assert lowered("cuda", call, q, pool, start).count(CALL["cuda"]) == 1
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_odd_widths_lower(platform: str) -> None:
     shapes = ((2, 5, 3, 27), (2, 100, 27))

@@ -12,12 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.mla_attention.triton.cost import attend_cost
-from pallas_kernels.mla_attention.triton.plan import Plan, pieces, rows_a_split
+from pallas_kernels.mla_attention.triton.plan import CHANNELS, Plan, pieces, rows_a_split
 
 LOG2_E = 1.4426950408889634
-
-SLICE = 32
-"""Channels that a loop over slices takes at a time."""
 
 Columns: TypeAlias = slice | pl.Slice
 Read: TypeAlias = Callable[[Columns], jax.Array]
@@ -44,8 +41,11 @@ def attend(
     """
     batch = q.shape[0]
     tiles = -(-plan.num_rows // plan.tile)
-    # A masked row behind the end is not stored; interpret mode moves a slice that reaches there.
-    rows = tiles * plan.tile if plan.interpret else plan.num_rows
+    rows = plan.num_rows
+    if (
+        plan.interpret
+    ):  # a masked row behind the end is neither read nor stored; a slice that reaches there is moved
+        rows, pool = tiles * plan.tile, jnp.pad(pool, ((0, plan.keys), (0, 0)))
     whole = pl.BlockSpec(memory_space=pl.ANY)
     means, norms = pl.pallas_call(
         functools.partial(_body, plan=plan, scale=scale * LOG2_E),
@@ -100,10 +100,8 @@ def _body(
             """Rows of the pool; those that no query of the tile sees are zeros, whatever lies there."""
             live = (key < seen)[:, None]
             if isinstance(at, jax.Array):  # interpret mode has no masked loads of scattered rows
-                rows = jnp.where(live, pool_ref[at, columns], 0)
-            else:
-                rows = pltriton.load(pool_ref.at[at, columns], mask=live, other=0.0)
-            return rows.astype(plan.work)
+                return jnp.where(live, pool_ref[at, columns].astype(plan.work), 0)
+            return pltriton.load(pool_ref.at[at, columns], mask=live, other=0.0).astype(plan.work)
 
         if plan.holds_queries:
             rows = [latents(slot) for slot in slots]
@@ -136,7 +134,7 @@ def _body(
 def _place(table_ref, b: jax.Array, j: jax.Array, key: jax.Array, plan: Plan) -> Columns | jax.Array:
     """Where in the pool the rows `key` of key block j lie."""
     page = jnp.int32(plan.page)
-    if plan.page % plan.keys == 0:
+    if plan.lie_together:
         first = j * plan.keys
         return pl.ds(table_ref[b, jax.lax.div(first, page)] * page + jax.lax.rem(first, page), plan.keys)
     key = jnp.minimum(key, plan.capacity - 1)
@@ -144,15 +142,14 @@ def _place(table_ref, b: jax.Array, j: jax.Array, key: jax.Array, plan: Plan) ->
 
 
 def _scores_by_slices(queries: Read, latents: Read, plan: Plan) -> jax.Array:
-    """Scores [tile, keys] a slice of channels at a time, in a loop that stays one."""
-    width = min(SLICE, plan.channels & -plan.channels)
+    """Scores [tile, keys] a slice of channels at a time; unrolled, the loop would spill."""
 
     def add(s, scores):
-        columns = pl.ds(s * width, width)
+        columns = pl.ds(s * CHANNELS, CHANNELS)
         return scores + _product(queries(columns), latents(columns), plan, t=True)
 
     zeros = jnp.zeros((plan.tile, plan.keys), jnp.float32)
-    return jax.lax.fori_loop(0, plan.channels // width, add, zeros)
+    return jax.lax.fori_loop(0, plan.channels // CHANNELS, add, zeros)
 
 
 def _product(a: jax.Array, b: jax.Array, plan: Plan, *, t: bool = False) -> jax.Array:

@@ -63,6 +63,11 @@ class Plan(NamedTuple):
         """Whether queries and keys are fetched once; three passes of TF32 leave no registers for that."""
         return self.work == jnp.bfloat16
 
+    @property
+    def lie_together(self) -> bool:
+        """Whether the rows of a step are neighbours in the pool; what is not the sequence's own is masked."""
+        return self.page in (self.capacity, round_up(self.page, self.keys))
+
     def mean_dtype(self, queries: jnp.dtype) -> jnp.dtype:
         """Of what `attend` writes: that of the queries, or float32 where there is more to sum."""
         return queries if self.splits == 1 else jnp.dtype(jnp.float32)
