@@ -34,7 +34,9 @@ def mla_attention(
 
     Args:
         q: [B, T, H, R+P] queries, already multiplied by the key up-projection.
-        latents: [B, S, R+P], or with `page_table` a pool [num_pages, page_size, R+P].
+        latents: [B, S, R+P], or with `page_table` a pool [num_pages, page_size, R+P]. In any float dtype, also
+            float8_e4m3fn, taken as the numbers they are: where they stand for `s` times as much, give `scale`
+            times s and multiply the output by s.
         rank: R, the width of the values.
         start: [B] int32 rows written before this call; zeros when None.
         lengths: [B] int32 valid queries a row (the rest is padding and gives 0); all T when None.
@@ -42,13 +44,16 @@ def mla_attention(
             page_table[b, j // page_size]. Entries behind the last written row must be pages of the pool, any.
         scale: multiplies the scores. The default, (R+P)^-0.5, is that of the absorbed width, hardly ever a
             model's.
-        implementation: "reference", "xla" or None.
+        implementation: "reference", "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs and for TPUs, whose
+            gradients are those of "xla"; they multiply bfloat16 q and latents of two bytes or fewer as bfloat16,
+            and round the weights to it), "triton-interpret" or "tpu-interpret" (their bodies step by step, on any
+            device), or None, which is "xla".
 
     Returns:
         [B, T, H, R] in q's dtype; scores, softmax and sums are float32 (or wider).
 
     Raises:
-        ValueError: shapes, rank or counts do not fit, or an unknown name.
+        ValueError: shapes, rank or counts do not fit, an unknown name, or a backend's refusal with its reason.
 
     Source:
         DeepSeek-V2, arXiv:2405.04434, section 2.1.2; online softmax of arXiv:1805.02867.

@@ -13,7 +13,7 @@ MOST_CHANNELS = 2048
 """Values of 16 rows in float32 that the registers of eight warps still hold."""
 
 SPLIT_ROWS = 1024
-"""Rows that a split has at least: what it hands on in float32 is 2 H R numbers, against 1024 (R + P) read."""
+"""Rows that a split has at least: its means are H R float32 numbers, written and read, against 1024 (R + P) read."""
 
 MOST_SPLITS = 64
 
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """Of a program that attends; few sums want few, or the assembler gives a thread fewer registers and spills."""
+        """Of a program that attends; with few sums four have enough to do."""
         return 8 if self.tile * self.rank > 16 * 128 else 4
 
     @property
@@ -94,9 +94,9 @@ def make_plan(
     T is 1; not from T, nor from the capacity.
     """
     _, tokens, heads, channels = q.shape
-    half = q.dtype == jnp.bfloat16 and latents.dtype.itemsize <= 2 and latents.dtype != jnp.float16
+    half = q.dtype == jnp.bfloat16 and latents.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
     capacity = pages * latents.shape[1]
-    # 64 x 512 sums stay in the registers of eight warps, half as many beside what float32 or fp8 takes.
+    # 64 x 512 sums stay in the registers of eight warps; beside what float32 or float8 takes, half as many.
     most = 64 if half and latents.dtype.itemsize == 2 else 32
     wanted = heads if tokens == 1 else most
     tile = max(16, min(most, most * 512 // _power_of_two_from(rank), _power_of_two_from(wanted)))
