@@ -16,6 +16,7 @@ from pallas_kernels.check.targets import TARGETS
 from pallas_kernels.check.toolchain import Compiled, Missing, Toolchain, parse
 from pallas_kernels.kda.triton.cost import intra_cost, merge_cost, state_cost, step_cost
 from pallas_kernels.kda.triton.tile import Plan
+from pallas_kernels.mla_attention import tpu
 from pallas_kernels.mla_attention.triton.cost import attend_cost, combine_cost
 from pallas_kernels.mla_attention.triton.plan import make_plan
 from pallas_kernels.shapes import SHAPES
@@ -68,7 +69,12 @@ def test_decode_reads_every_latent_row_once() -> None:
     assert combined.bytes_accessed == heads * (splits * 4 * (64 + 1) + 2 * 64)
     assert attended.flops == 2 * heads * rows * (80 + 64)
     prefill = make_plan(jnp.zeros((1, 10, 4, 80), jnp.bfloat16), pool, 1, 64)
-    assert attend_cost(prefill, 1, half, half).transcendentals == 4 * sum(range(64 - 9, 64 + 1))
+    counted = attend_cost(prefill, 1, half, half)
+    assert counted.transcendentals == 4 * sum(range(64 - 9, 64 + 1))
+    whole = tpu.Plan(heads=4, num_rows=40, tile=256, rank=64, page=64, pages=1, work=half)
+    also = tpu.cost(whole, 1, 80, half, half)  # without the 40 norms
+    assert (also.flops, also.transcendentals) == (counted.flops, counted.transcendentals)
+    assert also.bytes_accessed == counted.bytes_accessed - 4 * 40
 
 
 def test_float8_is_compiled_only_where_it_can_be_read() -> None:
