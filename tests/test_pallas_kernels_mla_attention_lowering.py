@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -64,3 +65,24 @@ def test_odd_widths_lower(platform: str) -> None:
     call = functools.partial(mla_attention, rank=20, implementation=PLATFORMS[platform])
     text = lowered(platform, call, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
     assert text.count(CALL[platform]) == 1
+
+
+IN_FULL = "(Precision.HIGHEST, Precision.HIGHEST)"
+
+
+@pytest.mark.parametrize(
+    ("implementation", "latents", "wanted"),
+    [
+        ("triton", jnp.float32, {"TF32_TF32_F32_X3"}),
+        ("triton-interpret", jnp.float32, {IN_FULL}),
+        ("tpu", jnp.float32, {IN_FULL}),
+        ("triton", jnp.bfloat16, set()),
+        ("tpu", jnp.bfloat16, set()),
+    ],
+)
+def test_float32_is_multiplied_in_full(implementation: str, latents: jnp.dtype, wanted: set[str]) -> None:
+    call = functools.partial(mla_attention, rank=64, implementation=implementation)
+    shapes = ((1, 5, 4, 96), (1, 64, 96))
+    program = str(jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(shape, latents) for shape in shapes)))
+    assert "dot_general[" in program
+    assert set(re.findall(r"precision=(.*)", program)) == wanted
