@@ -11,6 +11,7 @@ import pytest
 
 from lowering import CALL, lowered
 from pallas_kernels import mla_attention
+from pallas_kernels.mla_attention.triton.plan import make_plan, pieces
 
 HEADS, RANK, ROPE = 32, 512, 64
 PLATFORMS = {"cuda": "triton", "tpu": "tpu"}
@@ -86,3 +87,12 @@ def test_float32_is_multiplied_in_full(implementation: str, latents: jnp.dtype, 
     program = str(jax.make_jaxpr(call)(*(jax.ShapeDtypeStruct(shape, latents) for shape in shapes)))
     assert "dot_general[" in program
     assert set(re.findall(r"precision=(.*)", program)) == wanted
+
+
+@pytest.mark.parametrize("rank, rope", [(1, 0), (20, 7), (16, 1), (136, 12), (512, 64)])
+def test_no_operand_on_a_gpu_has_fewer_than_16_channels(rank: int, rope: int) -> None:
+    q, latents = (jax.ShapeDtypeStruct((1, *shape, rank + rope), jnp.float32) for shape in ((9, 3), (64,)))
+    plan = make_plan(q, latents, 1, rank)
+    counts = [count for ends in ((0, plan.rank), (plan.rank, plan.channels)) for _, count in pieces(*ends)]
+    assert min(counts) >= 16 and all(count & (count - 1) == 0 for count in counts)
+    assert plan.rank >= rank and sum(counts) == plan.channels >= rank + rope
