@@ -68,11 +68,11 @@ def test_decode_reads_every_latent_row_once() -> None:
     assert attended.bytes_accessed == 2 * (2 * rows + heads) * 80 + heads * splits * 4 * (64 + 1)
     assert combined.bytes_accessed == heads * (splits * 4 * (64 + 1) + 2 * 64)
     assert attended.flops == 2 * heads * rows * (80 + 64)
-    prefill = make_plan(jnp.zeros((1, 10, 4, 80), jnp.bfloat16), pool, 1, 64)
+    few = jnp.zeros((1, 10, 4, 80), jnp.bfloat16)
+    prefill = make_plan(few, pool, 1, 64)
     counted = attend_cost(prefill, 1, half, half)
     assert counted.transcendentals == 4 * sum(range(64 - 9, 64 + 1))
-    whole = tpu.Plan(heads=4, num_rows=40, tile=256, rank=64, page=64, pages=1, work=half)
-    also = tpu.cost(whole, 1, 80, half, half)  # without the 40 norms
+    also = tpu.cost(tpu.make_plan(few, pool, 1, 64), 1, 80, half, half)  # without the 40 norms
     assert (also.flops, also.transcendentals) == (counted.flops, counted.transcendentals)
     assert also.bytes_accessed == counted.bytes_accessed - 4 * 40
 

@@ -45,6 +45,26 @@ class Plan(NamedTuple):
         return -(-self.pages * self.pieces_a_page // PIECES)
 
 
+def make_plan(
+    q: jax.ShapeDtypeStruct | jax.Array,
+    latents: jax.ShapeDtypeStruct | jax.Array,
+    pages: int,
+    rank: int,
+) -> Plan:
+    """The plan for q [B, T, H, C] and a pool of latents [num_pages, page_size, C], `pages` of them a sequence."""
+    _, tokens, heads, _ = q.shape
+    half = q.dtype == jnp.bfloat16 and latents.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
+    return Plan(
+        heads=heads,
+        num_rows=tokens * heads,
+        tile=TILE if tokens > 1 else -(-heads // 16) * 16,
+        rank=rank,
+        page=latents.shape[1],
+        pages=pages,
+        work=jnp.dtype(jnp.bfloat16 if half else jnp.float32),
+    )
+
+
 def refusal(latents: jax.Array, page_table: jax.Array | None) -> str | None:
     """Why the kernel cannot do a call, or None."""
     if page_table is not None and latents.shape[1] % ROWS:
@@ -67,16 +87,7 @@ def forward(
     batch, tokens, heads, channels = q.shape
     if page_table is None:
         page_table = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    half = q.dtype == jnp.bfloat16 and latents.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
-    plan = Plan(
-        heads=heads,
-        num_rows=tokens * heads,
-        tile=TILE if tokens > 1 else -(-heads // 16) * 16,
-        rank=rank,
-        page=latents.shape[1],
-        pages=page_table.shape[1],
-        work=jnp.dtype(jnp.bfloat16 if half else jnp.float32),
-    )
+    plan = make_plan(q, latents, page_table.shape[1], rank)
     query = (jnp.arange(plan.num_rows, dtype=jnp.int32) // heads)[:, None]
     rows = q.reshape(batch, plan.num_rows, channels)
     out = _call(start, lengths, page_table, query, rows, latents, plan, scale, interpret)
