@@ -16,9 +16,6 @@ from pallas_kernels.check.targets import TARGETS
 from pallas_kernels.check.toolchain import Compiled, Missing, Toolchain, parse
 from pallas_kernels.kda.triton.cost import intra_cost, merge_cost, state_cost, step_cost
 from pallas_kernels.kda.triton.tile import Plan
-from pallas_kernels.mla_attention import tpu
-from pallas_kernels.mla_attention.triton.cost import attend_cost, combine_cost
-from pallas_kernels.mla_attention.triton.plan import make_plan
 from pallas_kernels.shapes import SHAPES
 
 LOG = """ptxas info    : 0 bytes gmem
@@ -57,30 +54,6 @@ def test_bytes_of_a_forward_are_those_of_its_arrays() -> None:
     assert per_token["state"] == 2 * 256 + 3 * 256 + 4 + (160 + 80) + 8
     assert sum(per_token.values()) < 3900  # inputs and outputs alone are 1540
     assert step_cost(1, 1, 128, 128).bytes_accessed == 2 * 4 * 128**2 + 4 * (3 * 128 + 2 * 128 + 1)
-
-
-def test_decode_reads_every_latent_row_once() -> None:
-    q, pool = jnp.zeros((2, 1, 4, 80), jnp.bfloat16), jnp.zeros((40, 64, 80), jnp.bfloat16)
-    plan = make_plan(q, pool, 40, 64)
-    rows, heads, splits = 40 * 64, 2 * 4, 3
-    half = jnp.dtype(jnp.bfloat16)
-    attended, combined = attend_cost(plan, 2, half, half), combine_cost(plan, 2, half)
-    assert attended.bytes_accessed == 2 * (2 * rows + heads) * 80 + heads * splits * 4 * (64 + 1)
-    assert combined.bytes_accessed == heads * (splits * 4 * (64 + 1) + 2 * 64)
-    assert attended.flops == 2 * heads * rows * (80 + 64)
-    few = jnp.zeros((1, 10, 4, 80), jnp.bfloat16)
-    prefill = make_plan(few, pool, 1, 64)
-    counted = attend_cost(prefill, 1, half, half)
-    assert counted.transcendentals == 4 * sum(range(64 - 9, 64 + 1))
-    also = tpu.cost(tpu.make_plan(few, pool, 1, 64), 1, 80, half, half)  # without the 40 norms
-    assert (also.flops, also.transcendentals) == (counted.flops, counted.transcendentals)
-    assert also.bytes_accessed == counted.bytes_accessed - 4 * 40
-
-
-def test_float8_is_compiled_only_where_it_can_be_read() -> None:
-    lacking = {case.lacking for case in cases(SHAPES[-1]) if case.dtype == "float8_e4m3fn"}
-    assert lacking == {("sm_80",)}
-    assert all(not case.lacking for case in cases(SHAPES[-1]) if case.dtype != "float8_e4m3fn")
 
 
 def test_every_kernel_has_a_case_at_every_shape() -> None:

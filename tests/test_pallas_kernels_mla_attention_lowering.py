@@ -1,4 +1,4 @@
-"""Latent attention as a device would get it: lowered for CUDA and for TPUs on a machine without one."""
+"""Latent attention as a device would get it: lowered for CUDA and for TPUs on a machine without one, and counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import pytest
 
 from lowering import CALL, lowered
 from pallas_kernels import mla_attention
+from pallas_kernels.check.cases.mla_attention import mla_attention as cases
+from pallas_kernels.mla_attention import tpu
+from pallas_kernels.mla_attention.triton.cost import attend_cost, combine_cost
 from pallas_kernels.mla_attention.triton.plan import make_plan, pieces
+from pallas_kernels.shapes import SHAPES
 
 HEADS, RANK, ROPE = 32, 512, 64
 PLATFORMS = {"cuda": "triton", "tpu": "tpu"}
@@ -96,3 +100,26 @@ def test_no_operand_on_a_gpu_has_fewer_than_16_channels(rank: int, rope: int) ->
     counts = [count for ends in ((0, plan.rank), (plan.rank, plan.channels)) for _, count in pieces(*ends)]
     assert min(counts) >= 16 and all(count & (count - 1) == 0 for count in counts)
     assert plan.rank >= rank and sum(counts) == plan.channels >= rank + rope
+
+
+def test_decode_reads_every_latent_row_once() -> None:
+    q, pool = jnp.zeros((2, 1, 4, 80), jnp.bfloat16), jnp.zeros((40, 64, 80), jnp.bfloat16)
+    plan = make_plan(q, pool, 40, 64)
+    rows, heads, splits = 40 * 64, 2 * 4, 3
+    half = jnp.dtype(jnp.bfloat16)
+    attended, combined = attend_cost(plan, 2, half, half), combine_cost(plan, 2, half)
+    assert attended.bytes_accessed == 2 * (2 * rows + heads) * 80 + heads * splits * 4 * (64 + 1)
+    assert combined.bytes_accessed == heads * (splits * 4 * (64 + 1) + 2 * 64)
+    assert attended.flops == 2 * heads * rows * (80 + 64)
+    few = jnp.zeros((1, 10, 4, 80), jnp.bfloat16)
+    prefill = make_plan(few, pool, 1, 64)
+    counted = attend_cost(prefill, 1, half, half)
+    assert counted.transcendentals == 4 * sum(range(64 - 9, 64 + 1))
+    also = tpu.cost(tpu.make_plan(few, pool, 1, 64), 1, 80, half, half)  # without the 40 norms
+    assert (also.flops, also.transcendentals) == (counted.flops, counted.transcendentals)
+    assert also.bytes_accessed == counted.bytes_accessed - 4 * 40
+
+
+def test_float8_is_compiled_only_where_it_can_be_read() -> None:
+    for case in cases(SHAPES[-1]):
+        assert case.lacking == (("sm_80",) if case.dtype == "float8_e4m3fn" else ())
