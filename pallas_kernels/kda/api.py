@@ -154,10 +154,11 @@ def kda_step(
         implementation,
         {
             "xla": Backend(functools.partial(_step_at, xla.step)),
-            "triton": Backend(functools.partial(triton.step, interpret=False), pallas.refusal(state)),
-            "triton-interpret": Backend(
-                functools.partial(triton.step, interpret=True), pallas.refusal(state)
-            ),
+            **{
+                name + suffix: Backend(functools.partial(run, interpret=interpret), pallas.refusal(state))
+                for name, run in (("triton", triton.step), ("tpu", tpu.step))
+                for suffix, interpret in (("", False), ("-interpret", True))
+            },
             "reference": Backend(functools.partial(_step_at, reference.update)),
         },
     )
@@ -170,7 +171,7 @@ def kda_step(
 
 def _pallas_backends(state: jax.Array) -> dict[str, Backend]:
     """The kernels' backends of `kda_prefill`, each also step by step on any device."""
-    kernels = {"triton": pallas.Kernels(triton.forward), "tpu": pallas.Kernels(tpu.forward)}
+    kernels = {"triton": pallas.Kernels(triton.forward), "tpu": pallas.Kernels(tpu.forward, tpu.backward)}
     return {
         name + suffix: Backend(functools.partial(pallas.prefill, each, interpret), pallas.refusal(state))
         for name, each in kernels.items()
