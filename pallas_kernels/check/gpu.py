@@ -9,34 +9,26 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
-from pallas_kernels.check.targets import Target
-
-INSTALL = "`make check` installs it"
-
-
-class Missing(Exception):
-    """A tool is not installed; the message names it and the way out."""
-
-
-class Compiled(NamedTuple):
-    """What the assembler said of one kernel.
-
-    Attributes:
-        registers: a thread's.
-        spill_bytes: stores of registers to memory, bytes a thread.
-    """
-
-    registers: int
-    spill_bytes: int
+from pallas_kernels.check.targets import Gpu
+from pallas_kernels.check.toolchain import (
+    INSTALL,
+    Compiled,
+    Kernel,
+    Missing,
+    placed,
+    report,
+    require,
+    use_no_device,
+)
 
 
-class Toolchain:
+class GpuToolchain:
     """Compiles functions for GPUs that are not there.
 
     Args:
@@ -47,38 +39,25 @@ class Toolchain:
     """
 
     def __init__(self, folder: Path) -> None:
-        if importlib.util.find_spec("jax_cuda13_plugin") is None:
-            raise Missing(f"JAX's CUDA plugin is not installed; {INSTALL}")
+        require("jax_cuda13_plugin", "JAX's CUDA plugin")
         self.log = folder / "log"
         _stand_in(_cuda(), folder / "cuda", self.log)
         self.options = {"xla_gpu_cuda_data_dir": str(folder / "cuda"), "xla_gpu_autotune_level": 0}
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_enable_compilation_cache", False)  # what is not compiled says nothing
+        use_no_device()
         self.meshes: dict[str, jax.sharding.Mesh] = {}
 
-    def compile(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], target: Target
-    ) -> tuple[dict[str, Compiled], float]:
-        """Compiles a function of arrays for a target.
-
-        Args:
-            function: what to compile.
-            arguments: its arguments' shapes and dtypes, pytrees of `jax.ShapeDtypeStruct`.
-            target: what for.
-
-        Returns:
-            What became of each kernel in it, by the name it carries, and the seconds it took.
-        """
+    def compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], target: Gpu) -> Compiled:
+        """As `Toolchain.compile`."""
         mesh = self._mesh(target)
         here = NamedSharding(mesh, PartitionSpec())
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
         self.log.write_text("")
         start = time.perf_counter()
         with use_abstract_mesh(mesh.abstract_mesh):
-            jax.jit(function).lower(*placed).compile(compiler_options=self.options)
-        return parse(self.log.read_text()), time.perf_counter() - start
+            made = jax.jit(function).lower(*placed(arguments, here)).compile(compiler_options=self.options)
+        seconds = time.perf_counter() - start
+        return report(made, parse(self.log.read_text()), seconds)
 
-    def _mesh(self, target: Target) -> jax.sharding.Mesh:
+    def _mesh(self, target: Gpu) -> jax.sharding.Mesh:
         if target.name not in self.meshes:
             there = topologies.get_topology_desc(
                 platform="cuda", target_config=target.description(), topology="1x1x1"
@@ -87,11 +66,11 @@ class Toolchain:
         return self.meshes[target.name]
 
 
-def parse(log: str) -> dict[str, Compiled]:
+def parse(log: str) -> tuple[Kernel, ...]:
     """Registers and spills by kernel, out of what `ptxas -v` says; of several runs of one kernel the last counts."""
     spilled = dict(re.findall(r"properties for (\S+)\s+\d+ bytes stack frame, (\d+) bytes spill stores", log))
-    used = re.findall(r"entry function '([^']+)'.*?Used (\d+) registers", log, re.S)
-    return {name: Compiled(int(registers), int(spilled.get(name, 0))) for name, registers in used}
+    used = dict(re.findall(r"entry function '([^']+)'.*?Used (\d+) registers", log, re.S))
+    return tuple(Kernel(name, int(count), int(spilled.get(name, 0))) for name, count in used.items())
 
 
 def _cuda() -> Path:

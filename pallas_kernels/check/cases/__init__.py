@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from pallas_kernels.check.cases.case import Case
 from pallas_kernels.check.cases.kda_forward import kda_forward
 from pallas_kernels.check.cases.kda_step import kda_step
+from pallas_kernels.check.cases.kda_tpu import kda_tpu
 from pallas_kernels.shapes import Shape
 
-OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (kda_forward, kda_step)
+OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (kda_forward, kda_step, kda_tpu)
 
 
 def cases(shape: Shape) -> Iterator[Case]:
