@@ -16,6 +16,7 @@ from pallas_kernels.check import command, gpu, tpu
 from pallas_kernels.check.cases import cases
 from pallas_kernels.check.targets import TARGETS
 from pallas_kernels.check.toolchain import Compiled, Kernel, Missing, Toolchain
+from pallas_kernels.kda.tpu import cost
 from pallas_kernels.kda.triton.cost import intra_cost, merge_cost, state_cost, step_cost
 from pallas_kernels.kda.triton.tile import Plan
 from pallas_kernels.shapes import SHAPES
@@ -71,6 +72,20 @@ def test_bytes_of_a_forward_are_those_of_its_arrays() -> None:
     assert per_token["state"] == 2 * 256 + 3 * 256 + 4 + (160 + 80) + 8
     assert sum(per_token.values()) < 3900  # inputs and outputs alone are 1540
     assert step_cost(1, 1, 128, 128).bytes_accessed == 2 * 4 * 128**2 + 4 * (3 * 128 + 2 * 128 + 1)
+
+
+def test_bytes_of_a_tpus_passes_are_those_of_their_arrays() -> None:
+    state = 4 * 128**2
+    work = cost.Work(chunks=128, sequences=1, heads=32, keys=128, values=128, itemsize=2)
+    row = 3 * 256 + 512 + 4  # q, k, v; g; beta
+    per_head = {
+        "forward": (cost.forward_cost(work, 0), 8192 * (row + 256) + 2 * state),
+        "boundaries": (cost.forward_cost(work, 3), 8192 * (row + 256) + 5 * state),
+        "states": (cost.states_cost(work), 8192 * (row - 256) + 129 * state),
+        "backward": (cost.backward_cost(work), 8192 * (2 * row + 256) + 130 * state),
+    }
+    for name, (counted, wanted) in per_head.items():
+        assert counted.bytes_accessed == 32 * wanted, name
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

@@ -72,15 +72,18 @@ def _call(
     rows = specs(keys, values, lambda c: c)
     *_, out, _ = rows
     state = pl.BlockSpec((1, 1, keys, values), lambda h, c, owner, *_: (owner[c], h, 0, 0))
-    at = pl.BlockSpec((1, some, 1, keys, values), lambda h, c, owner, *_: (owner[c], 0, h, 0, 0))
     return pl.pallas_call(
         functools.partial(_body, scale=scale, marked=marked),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(heads, chunks),
             in_specs=[*rows, state],
-            out_specs=[out, state, at],
-            scratch_shapes=[pltpu.VMEM((keys, values), jnp.float32)],
+            out_specs=[out, state, pl.BlockSpec(memory_space=pl.ANY)],
+            scratch_shapes=[
+                pltpu.VMEM((keys, values), jnp.float32),
+                pltpu.VMEM((keys, values), jnp.float32),
+                pltpu.SemaphoreType.DMA,
+            ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
@@ -96,15 +99,14 @@ def _call(
 
 def _body(
     owner_ref, begins_ref, holder_ref, before_ref, q_ref, k_ref, g_ref, v_ref, beta_ref, states_ref, out_ref,
-    finals_ref, at_ref, state_ref, *, scale: float, marked: int,
+    finals_ref, at_ref, state_ref, cut_ref, copied, *, scale: float, marked: int,
 ):  # fmt: skip
-    c = pl.program_id(1)
+    h, c = (pl.program_id(axis) for axis in range(2))
+    n = owner_ref[c]
 
     @pl.when(begins_ref[c] == 1)
     def _():
         state_ref[...] = states_ref[0, 0]
-        if marked:
-            at_ref[...] = jnp.zeros_like(at_ref)
 
     q = q_ref[0].astype(jnp.float32)
     k, g, v, beta = load(k_ref, g_ref, v_ref, beta_ref)
@@ -112,14 +114,18 @@ def _body(
     u = written(k, v, beta, d, state)
     out_ref[0] = (read(q, k, d, u, state) * scale).astype(out_ref.dtype)
 
-    n = owner_ref[c]
-    for b in range(marked):
+    def cut(b, _):
+        """Writes the state at a boundary out, if it is in this chunk."""
 
         @pl.when(holder_ref[n, b] == c)
-        def _(b=b):
+        def _():
             before = jax.lax.broadcasted_iota(jnp.int32, (CHUNK, 1), 0) < before_ref[n, b]
             keys, kept = (jnp.where(before, each, 0.0) for each in (k, g))
-            at_ref[0, b, 0] = left(keys, kept, tail(kept), u, state)
+            cut_ref[...] = left(keys, kept, tail(kept), u, state)
+            copy = pltpu.make_async_copy(cut_ref, at_ref.at[n, b, h], copied)
+            copy.start()
+            copy.wait()
 
+    jax.lax.fori_loop(0, marked, cut, None)
     state_ref[...] = left(k, g, d.tail, u, state)
     finals_ref[0, 0] = state_ref[...]

@@ -51,7 +51,7 @@ def step(
     vectors = jnp.stack(
         [x.reshape(batch, blocks, some, keys) for x in (k, beta[..., None] * k, q, jnp.exp(g))], 2
     )
-    place, kind = _plan(slots)
+    place, kind = plan(slots)
 
     def rows(count: int, channels: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, 1, count, channels), lambda h, b, *_: (b, h, 0, 0))
@@ -84,7 +84,7 @@ def step(
     return out.reshape(v.shape), pool
 
 
-def _plan(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+def plan(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """For each row the place whose block it stays at, and what it does there.
 
     Padding stays where the last live row before it is, or else the first one behind it. Without a live row the first
