@@ -347,6 +347,15 @@ def test_a_step_touches_its_slots_only(implementation, keys, values):
     np.testing.assert_array_equal(np.asarray(new)[[1, 2, 3, 5]], pool[[1, 2, 3, 5]])
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton-interpret", "tpu-interpret"])
+def test_a_step_of_no_rows_leaves_the_pool(implementation):
+    q, k, v, g, beta = (x[:0, 0] for x in inputs("softplus", tokens=1)[:5])
+    pool = np.ones((3, 2, 16, 24), np.float32)
+    out, new = kda_step(q, k, v, g, beta, pool, slots=np.zeros(0, np.int32), implementation=implementation)
+    assert out.shape == (0, 2, 24)
+    np.testing.assert_array_equal(new, pool)
+
+
 @pytest.mark.parametrize("gate, bound", [("softplus", 3e-3), ("bounded", 3e-3), ("equal_keys", 2e-2)])
 @pytest.mark.parametrize("options", [XLA["exact"], *KERNELS.values()], ids=["exact", *KERNELS])
 def test_half_inputs_cost_what_halves_cost(options, gate, bound):

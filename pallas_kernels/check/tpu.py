@@ -16,13 +16,14 @@ from jax.sharding import SingleDeviceSharding
 from pallas_kernels.check.targets import Tpu
 from pallas_kernels.check.toolchain import Compiled, Kernel, placed, report, require, use_no_device
 
-# What libtpu would else ask a cloud machine for, slowly and with warnings.
+# What libtpu would else ask a cloud machine for, slowly and with warnings; and two processes may compile at a time.
 SURROUNDINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "TPU_MIN_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
 

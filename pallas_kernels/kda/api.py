@@ -60,9 +60,9 @@ def kda_prefill(
         gate_lower_bound: a promise that g >= this static number (K3: -5.0). Down to -5 it allows a faster form; with
             smaller g the result is then undefined.
         chunk_size: 16, 32 or 64 tokens; None lets the backend choose.
-        implementation: "reference" (token by token), "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs and for
-            TPUs, whose gradients are those of "xla"), "triton-interpret" or "tpu-interpret" (their bodies step by step,
-            on any device), or None, which is "xla".
+        implementation: "reference" (token by token), "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs, with the
+            gradients of "xla", and for TPUs), "triton-interpret" or "tpu-interpret" (their bodies step by step, on any
+            device), or None, which is "xla".
 
     Returns:
         out [B, T, HV, V] in v.dtype, final state float32 [B, HV, K, V] ([N, ...]), and with `boundaries` the states
@@ -162,6 +162,8 @@ def kda_step(
             "reference": Backend(functools.partial(_step_at, reference.update)),
         },
     )
+    if batch == 0:  # no backend need know of it
+        return jnp.zeros(v.shape, v.dtype), state
     q, k = _ready_queries_keys(q, k, qk_l2norm, repeats)
     work = state.dtype
     q = q.astype(work) * _scale(q, scale)
