@@ -13,9 +13,10 @@ MOST_CHANNELS = 2048
 """Values of 16 rows in float32 that the registers of eight warps still hold."""
 
 SPLIT_ROWS = 1024
-"""Rows that a split has at least: its means are H R float32 numbers, written and read, against 1024 (R + P) read."""
+"""Rows of a split, at most: its means are H R float32 numbers, written and read, against 1024 (R + P) read."""
 
 MOST_SPLITS = 64
+"""Where that would make more, splits are longer instead."""
 
 PIECE = 128
 """Channels an operand has at most: wider ones take more registers for their addresses than they save."""
