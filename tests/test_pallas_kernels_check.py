@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from pallas_kernels.__main__ import app
-from pallas_kernels.check import command
+from pallas_kernels.check import command, gpu, tpu
 from pallas_kernels.check.cases import cases
 from pallas_kernels.check.targets import TARGETS
-from pallas_kernels.check.toolchain import Compiled, Missing, Toolchain, parse
+from pallas_kernels.check.toolchain import Compiled, Kernel, Missing, Toolchain
+from pallas_kernels.kda.tpu import cost
 from pallas_kernels.kda.triton.cost import intra_cost, merge_cost, state_cost, step_cost
 from pallas_kernels.kda.triton.tile import Plan
 from pallas_kernels.shapes import SHAPES
@@ -35,8 +38,23 @@ ptxas info    : Used 170 registers
 
 
 def test_the_last_word_of_the_assembler_counts() -> None:
-    assert parse(LOG) == {"kda_merge": Compiled(170, 0), "loop_add_fusion": Compiled(12, 16)}
-    assert parse("") == {}
+    assert gpu.parse(LOG) == (Kernel("kda_merge", 170, 0), Kernel("loop_add_fusion", 12, 16))
+    assert gpu.parse("") == ()
+
+
+MODULE = """HloModule jit_f
+  %custom-call.7 = s32[9]{0} custom-call(%p), custom_call_target="AssumeGatherIndicesInBound", metadata={op_name="jit(f)/kda_no/pallas_call"}
+  %kda_chunks.2 = f32[9]{0} custom-call(%a, %b), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/kda_chunks/pallas_call"}, backend_config={}
+  %kda_chunks.3 = f32[9]{0} custom-call(%a, %b), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/kda_chunks/pallas_call"}, backend_config={}
+  %transpose_jvp_kda_states__.1 = f32[9]{0} custom-call(%a), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/transpose(jvp(kda_states))/pallas_call" stack_frame_id=4}
+  %fusion.3 = f32[9]{0} fusion(%kda_chunks.3), kind=kLoop, metadata={op_name="jit(f)/kda_other/pallas_call"}
+  %odd = f32[9]{0} custom-call(%a), custom_call_target="tpu_custom_call"
+"""  # noqa: E501 - as XLA writes it
+
+
+def test_a_tpus_kernels_are_those_that_its_module_calls() -> None:
+    names = ["kda_chunks", "kda_chunks", "kda_states", "unknown"]
+    assert tpu.parse(MODULE) == tuple(Kernel(name) for name in names)
 
 
 def test_bytes_of_a_forward_are_those_of_its_arrays() -> None:
@@ -56,74 +74,158 @@ def test_bytes_of_a_forward_are_those_of_its_arrays() -> None:
     assert step_cost(1, 1, 128, 128).bytes_accessed == 2 * 4 * 128**2 + 4 * (3 * 128 + 2 * 128 + 1)
 
 
-def test_every_kernel_has_a_case_at_every_shape() -> None:
+def test_bytes_of_a_tpus_passes_are_those_of_their_arrays() -> None:
+    state = 4 * 128**2
+    work = cost.Work(chunks=128, sequences=1, heads=32, keys=128, values=128, itemsize=2)
+    row = 3 * 256 + 512 + 4  # q, k, v; g; beta
+    per_head = {
+        "forward": (cost.forward_cost(work, 0), 8192 * (row + 256) + 2 * state),
+        "boundaries": (cost.forward_cost(work, 3), 8192 * (row + 256) + 5 * state),
+        "states": (cost.states_cost(work), 8192 * (row - 256) + 129 * state),
+        "backward": (cost.backward_cost(work), 8192 * (2 * row + 256) + 130 * state),
+    }
+    for name, (counted, wanted) in per_head.items():
+        assert counted.bytes_accessed == 32 * wanted, name
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_every_kernel_has_a_case_at_every_shape(platform: str) -> None:
+    forward = ["kda_intra", "kda_merge", "kda_state", "kda_state, boundaries", "kda_prefill"]
+    latents = ["mla_attend, prefill", "mla_attend, decode"]
+    both = {"gpu": [*forward, *latents, "mla_combine"], "tpu": ["kda_chunks", "kda_backward", *latents]}
+    single = {"gpu": ["kda_step"], "tpu": ["kda_chunks, boundaries", "kda_step"]}
+    many = {"gpu": {"kda_prefill": 4}, "tpu": {"kda_backward": 2}}
     for shape in SHAPES:
-        found = list(cases(shape))
-        names = {(case.kernel, case.dtype) for case in found}
-        halves = {"kda_intra", "kda_merge", "kda_state", "kda_state, boundaries", "kda_prefill"}
-        assert names == {(name, dtype) for name in halves for dtype in ("bfloat16", "float32")} | {
-            ("kda_step", "float32")
+        found = [case for case in cases(shape) if case.platform == platform]
+        assert {(case.kernel, case.dtype) for case in found} == {
+            *((name, dtype) for name in both[platform] for dtype in ("bfloat16", "float32")),
+            *((name, "float32") for name in single[platform]),
+            *((name, "float8_e4m3fn") for name in latents),
         }
-        assert {case.kernel: case.most_kernels for case in found if case.most_kernels > 1} == {
-            "kda_prefill": 4
-        }
+        assert {case.kernel: case.most_kernels for case in found if case.most_kernels > 1} == many[platform]
         assert all(case.cost.flops > 0 and case.cost.bytes_accessed > 0 for case in found)
+
+
+def test_targets_have_names_of_their_own() -> None:
     assert len({target.name for target in TARGETS}) == len(TARGETS)
-    assert {target.name for target in TARGETS} == set(command.MOST_SPILLED)
+    assert {target.name for target in TARGETS if target.platform == "gpu"} == set(command.MOST_SPILLED)
+    assert {target.platform for target in TARGETS} == set(command.TOOLCHAINS)
 
 
 class Stand(Toolchain):
-    """A toolchain that says what it is told to."""
+    """A toolchain that says what it is told to, and remembers what for."""
 
-    said: ClassVar[dict[str, Compiled] | Exception]
+    said: ClassVar[tuple[Kernel, ...] | Exception]
     seconds: ClassVar[float]
+    asked: ClassVar[list[str]] = []
 
     def __init__(self, folder: Path) -> None:
         pass
 
-    def compile(self, *_: Any) -> tuple[dict[str, Compiled], float]:
+    def compile(self, function: Any, arguments: Any, target: Any) -> Compiled:
+        self.asked.append(target.name)
         if isinstance(self.said, Exception):
             raise self.said
-        return self.said, self.seconds
+        return Compiled(self.said, self.seconds, code_bytes=1, temporary_bytes=2)
 
 
-FINE, SPILLED = Compiled(255, 0), Compiled(255, 8)
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
+    """In every toolchain's place, with the steps as the only cases."""
+    steps = [case for case in cases(SHAPES[-1]) if case.kernel == "kda_step"]
+    monkeypatch.setattr(command, "cases", lambda shape: steps)
+    monkeypatch.setattr(command, "TOOLCHAINS", {"gpu": Stand, "tpu": Stand})
+    monkeypatch.setattr(Stand, "seconds", 1.0, raising=False)
+    monkeypatch.setattr(Stand, "asked", [])
+    return Stand
+
+
+FINE, SPILLED, ON_TPU = Kernel("kda_step", 255, 0), Kernel("kda_step", 255, 8), Kernel("kda_step")
 
 
 @pytest.mark.parametrize(
-    "said, seconds, words",
+    "target, said, seconds, words",
     [
         (
-            {"kda_step": SPILLED},
+            "sm_90a",
+            (SPILLED,),
             1.0,
             "kda_step, float32, small, sm_90a: spills 8 bytes a thread, 0 are allowed",
         ),
-        ({"kda_step": FINE}, 61.0, "took 61 s to compile, 60 are allowed"),
-        ({"kda_merge": FINE}, 1.0, "the assembler was not asked for kda_step, only for ['kda_merge']"),
-        ({"kda_step": FINE, "add": FINE}, 1.0, "runs 2 kernels, 1 are allowed: ['add', 'kda_step']"),
-        (ValueError("no such thing\nmore"), 1.0, "does not compile: no such thing"),
-        ({"kda_step": FINE}, 1.0, None),
+        ("sm_90a", (FINE,), 61.0, "took 61 s to compile, 60 are allowed"),
+        ("sm_90a", (Kernel("kda_merge", 9, 0),), 1.0, "kda_step is not in the program, only ['kda_merge']"),
+        ("sm_90a", (FINE, Kernel("add", 9, 0)), 1.0, "runs 2 kernels, 1 are allowed: ['add', 'kda_step']"),
+        ("sm_90a", ValueError("no such thing\nmore"), 1.0, "does not compile: no such thing"),
+        ("sm_90a", (FINE,), 1.0, None),
+        ("v5e", (), 1.0, "kda_step, float32, small, v5e: kda_step is not in the program, only []"),
+        ("v6e", (ON_TPU, ON_TPU), 1.0, "runs 2 kernels, 1 are allowed: ['kda_step', 'kda_step']"),
+        ("v6e", (ON_TPU,), 61.0, "took 61 s to compile, 60 are allowed"),
+        ("v6e", (ON_TPU,), 1.0, None),
     ],
-    ids=["spill", "slow", "absent", "many", "error", "fine"],
+    ids=[
+        "spill",
+        "slow",
+        "absent",
+        "many",
+        "error",
+        "fine",
+        "tpu-absent",
+        "tpu-many",
+        "tpu-slow",
+        "tpu-fine",
+    ],
 )
 def test_a_kernel_that_falls_short_fails_the_check(
-    said: dict[str, Compiled] | Exception, seconds: float, words: str | None, monkeypatch: pytest.MonkeyPatch
+    target: str,
+    said: tuple[Kernel, ...] | Exception,
+    seconds: float,
+    words: str | None,
+    stand: type[Stand],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step = [case for case in cases(SHAPES[-1]) if case.kernel == "kda_step"]
-    monkeypatch.setattr(command, "cases", lambda shape: step)
-    monkeypatch.setattr(command, "Toolchain", Stand)
-    monkeypatch.setattr(Stand, "said", said, raising=False)
-    monkeypatch.setattr(Stand, "seconds", seconds, raising=False)
-    result = CliRunner().invoke(app, ["check", "--shape", "small", "--target", "sm_90a"])
+    monkeypatch.setattr(stand, "said", said, raising=False)
+    monkeypatch.setattr(stand, "seconds", seconds)
+    result = CliRunner().invoke(app, ["check", "--shape", "small", "--target", target])
     assert result.exit_code == (0 if words is None else 1)
     assert (words or "") in result.stderr
+
+
+def test_a_case_is_compiled_for_the_targets_of_its_platform(
+    stand: type[Stand], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(stand, "said", (ON_TPU,), raising=False)
+    report = tmp_path / "check.json"
+    assert CliRunner().invoke(app, ["check", "--shape", "small", "--json", str(report)]).exit_code == 0
+    assert stand.asked == ["sm_90a", "sm_80", "v5e", "v6e"]
+    records = json.loads(report.read_text())["kernels"]
+    assert [record["target"] for record in records] == stand.asked
+    assert {
+        (record["registers"], record["spill_bytes"], record["temporary_bytes"]) for record in records
+    } == {(None, None, 2)}
+
+
+def test_only_the_toolchains_asked_for_are_needed(
+    stand: type[Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(command.TOOLCHAINS, "gpu", None)  # would not be callable
+    monkeypatch.setattr(stand, "said", (ON_TPU,), raising=False)
+    assert CliRunner().invoke(app, ["check", "--shape", "small", "--target", "v5e"]).exit_code == 0
+
+
+@pytest.mark.parametrize("make", [gpu.GpuToolchain, tpu.TpuToolchain])
+def test_a_missing_compiler_is_named(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        Missing, match=r"^(JAX's CUDA plugin|libtpu) is not installed; `make check` installs it$"
+    ):
+        make(tmp_path)
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
         (["--shape", "huge"], "no shape huge; there are kimi-linear-48b, kimi-k3, small"),
-        (["--target", "sm_1"], "no target sm_1; there are sm_90a, sm_80"),
+        (["--target", "sm_1"], "no target sm_1; there are sm_90a, sm_80, v5e, v6e"),
         ([], "plugin is not installed"),
     ],
     ids=["shape", "target", "tools"],
@@ -132,6 +234,6 @@ def test_a_mistake_is_one_line(options: list[str], words: str, monkeypatch: pyte
     def missing(folder: Path) -> None:
         raise Missing("JAX's CUDA plugin is not installed; make check does")
 
-    monkeypatch.setattr(command, "Toolchain", missing)
+    monkeypatch.setattr(command, "TOOLCHAINS", {"gpu": missing, "tpu": missing})
     result = CliRunner().invoke(app, ["check", *options])
     assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1

@@ -134,7 +134,8 @@ def gradient(layout: str, implementation: str, bound: float | None):
     "gate, bound, implementation",
     [(gate, None, "xla") for gate in ("softplus", "bounded", "equal_keys", "no_decay", "reset")]
     + [(gate, LB, "xla") for gate in ("bounded", "equal_keys", "no_decay")]
-    + [("softplus", None, "triton-interpret"), ("softplus", None, "tpu-interpret")],
+    + [("softplus", None, "triton-interpret")]
+    + [(gate, None, "tpu-interpret") for gate in ("softplus", "bounded", "equal_keys", "no_decay", "reset")],
 )
 def test_gradients(layout, gate, bound, implementation):
     arguments = inputs(gate, seed=3, **LAYOUTS[layout][0])
@@ -330,7 +331,7 @@ def test_gradients_with_boundaries_are_refused(options):
 
 
 @pytest.mark.parametrize("keys, values", [(32, 32), (96, 48), (20, 7)])
-@pytest.mark.parametrize("implementation", ["reference", "xla", "triton-interpret"])
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton-interpret", "tpu-interpret"])
 def test_a_step_touches_its_slots_only(implementation, keys, values):
     arguments = inputs("softplus", batch=3, tokens=1, keys=keys, values=values)
     rows = [x[:, 0] for x in arguments[:5]]
@@ -344,6 +345,15 @@ def test_a_step_touches_its_slots_only(implementation, keys, values):
     assert_close("state", states, np.asarray(new)[[4, 0]], 1e-6)
     np.testing.assert_array_equal(out[1], 0)
     np.testing.assert_array_equal(np.asarray(new)[[1, 2, 3, 5]], pool[[1, 2, 3, 5]])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton-interpret", "tpu-interpret"])
+def test_a_step_of_no_rows_leaves_the_pool(implementation):
+    q, k, v, g, beta = (x[:0, 0] for x in inputs("softplus", tokens=1)[:5])
+    pool = np.ones((3, 2, 16, 24), np.float32)
+    out, new = kda_step(q, k, v, g, beta, pool, slots=np.zeros(0, np.int32), implementation=implementation)
+    assert out.shape == (0, 2, 24)
+    np.testing.assert_array_equal(new, pool)
 
 
 @pytest.mark.parametrize("gate, bound", [("softplus", 3e-3), ("bounded", 3e-3), ("equal_keys", 2e-2)])
@@ -377,7 +387,7 @@ def test_any_size_and_grouped_value_heads(implementation, keys, values, heads, v
 def test_steps_are_a_prefill():
     arguments = inputs("softplus", batch=2, tokens=9)
     want, final = kda_prefill(*arguments, implementation="reference")
-    for implementation in ("reference", "xla", "triton-interpret"):
+    for implementation in ("reference", "xla", "triton-interpret", "tpu-interpret"):
         step, state, outs = (
             functools.partial(kda_step, implementation=implementation),
             jnp.asarray(arguments[5]),

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import export
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from lowering import CALL, lowered
 from pallas_kernels import kda_prefill, kda_step
 
-CALL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 HEADS, KEYS = 4, 128
-
-
-def lowered(platform: str, function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> str:
-    """The program's text for a platform."""
-    scope = contextlib.nullcontext()
-    if platform == "cuda" and jax.__version_info__ >= (0, 11):  # it asks which GPU
-        gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-        scope = use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=gpu))
-    with scope:
-        known = [export.DisabledSafetyCheck.custom_call(CALL[platform])]
-        program = export.export(jax.jit(function), platforms=[platform], disabled_checks=known)
-        return program(*arguments).mlir_module()
 
 
 def sequence(tokens: int, dtype: jnp.dtype, keys: int, values: int) -> list[jax.ShapeDtypeStruct]:
@@ -57,12 +39,31 @@ def test_a_prefill_is_its_kernels(
     assert all(kernel in text for kernel in kernels)
 
 
+@pytest.mark.parametrize("keys, values", [(KEYS, KEYS), (96, 80)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_a_gradient_is_its_kernels(packed: bool, dtype: jnp.dtype, keys: int, values: int) -> None:
+    def run(*x: jax.Array) -> tuple[jax.Array, ...]:
+        layout = {"cu_seqlens": [0, 1, 90]} if packed else {}
+        return kda_prefill(*x, implementation="tpu", **layout)
+
+    def gradient(*x: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(run, *x)
+        return pull(out)
+
+    text = lowered("tpu", gradient, *sequence(192, dtype, keys, values))
+    assert text.count(CALL["tpu"]) == 3
+    assert all(kernel in text for kernel in ("kda_chunks", "kda_states", "kda_backward"))
+
+
 @pytest.mark.parametrize("keys", [KEYS, 96])
-def test_a_step_is_one_kernel(keys: int) -> None:
+@pytest.mark.parametrize("platform", KERNELS)
+def test_a_step_is_one_kernel(platform: str, keys: int) -> None:
     rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in sequence(8, jnp.bfloat16, keys, KEYS)]
     pool = jax.ShapeDtypeStruct((20, HEADS, keys, KEYS), jnp.float32)
     slots = jax.ShapeDtypeStruct((8,), jnp.int32)
+    implementation = KERNELS[platform][0]
     text = lowered(
-        "cuda", lambda *x: kda_step(*x[:6], slots=x[6], implementation="triton"), *rows, pool, slots
+        platform, lambda *x: kda_step(*x[:6], slots=x[6], implementation=implementation), *rows, pool, slots
     )
-    assert text.count(CALL["cuda"]) == 1
+    assert text.count(CALL[platform]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from pallas_kernels import mla_attention
 
 HEADS, RANK, ROPE = 2, 24, 8
 SCALE = 0.3
+KERNELS = ["triton-interpret", "tpu-interpret"]
+BACKENDS = ["xla", *KERNELS]
 
 
 def inputs(batch: int, num_tokens: int, capacity: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -25,21 +28,26 @@ def inputs(batch: int, num_tokens: int, capacity: int, seed: int = 0) -> tuple[n
 attend = jax.jit(functools.partial(mla_attention, rank=RANK, scale=SCALE), static_argnames="implementation")
 
 
-def by_hand(q: np.ndarray, latents: np.ndarray, start: int) -> np.ndarray:
+def by_hand(
+    q: np.ndarray, latents: np.ndarray, start: int, rank: int = RANK, scale: float = SCALE
+) -> np.ndarray:
     """One row of the batch in float64 NumPy: q [T, H, R+P], latents [S, R+P]."""
-    out = np.zeros((*q.shape[:2], RANK))
+    out = np.zeros((*q.shape[:2], rank))
     for i, h in np.ndindex(*q.shape[:2]):
         rows = latents[: start + i + 1].astype(np.float64)
-        weights = np.exp(SCALE * rows @ q[i, h])
-        out[i, h] = weights @ rows[:, :RANK] / weights.sum()
+        weights = np.exp(scale * rows @ q[i, h])
+        out[i, h] = weights @ rows[:, :rank] / weights.sum()
     return out
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize(
-    ("num_tokens", "capacity", "start"),
-    [(1, 1, [0, 0]), (1, 300, [0, 299]), (2, 700, [511, 255]), (70, 520, [0, 449])],
-    ids=["first token", "decode", "two", "prefill"],
+    ("num_tokens", "capacity", "start", "implementation"),
+    [
+        *((1, 3001, [2600, 1024], name) for name in ("reference", *BACKENDS)),
+        *((70, 520, [0, 449], name) for name in ("reference", *BACKENDS)),
+        *((2, 700, [511, 255], name) for name in ("reference", "xla")),
+        *((1, 1, [0, 0], name) for name in ("reference", "xla")),
+    ],
 )
 def test_matches_the_formula(num_tokens: int, capacity: int, start: list[int], implementation: str) -> None:
     q, latents = inputs(2, num_tokens, capacity)
@@ -52,52 +60,86 @@ def test_matches_the_formula(num_tokens: int, capacity: int, start: list[int], i
 
 
 @pytest.mark.parametrize(
-    ("cuts", "capacities"),
-    [([64], [200]), ([128], [256, 700]), ([192], [700, 200]), ([64, 128, 192], [64, 700, 256, 200])],
+    ("cuts", "capacities", "implementation"),
+    [
+        ([64], [200], "xla"),
+        ([128], [256, 700], "xla"),
+        ([192], [700, 200], "xla"),
+        ([64, 128, 192], [64, 700, 256, 200], "xla"),
+        ([101], [700, 200], "triton-interpret"),  # any cut will do
+    ],
     ids=str,
 )
 @pytest.mark.optimised
-def test_cuts_keep_every_bit(cuts: list[int], capacities: list[int]) -> None:
+def test_cuts_keep_every_bit(cuts: list[int], capacities: list[int], implementation: str) -> None:
     q, latents = inputs(1, 200, 200)
-    whole = attend(q, latents)
+    whole = attend(q, latents, implementation=implementation)
     for n, (first, last) in enumerate(zip([0, *cuts], [*cuts, 200])):
         capacity = capacities[n % len(capacities)]
         buffer = np.full((1, capacity, RANK + ROPE), np.nan, np.float32)
         buffer[:, :last] = latents[:, :last]
-        part = attend(q[:, first:last], buffer, start=np.array([first]))
+        part = attend(q[:, first:last], buffer, start=np.array([first]), implementation=implementation)
         np.testing.assert_array_equal(part, whole[:, first:last])
 
 
+@pytest.mark.parametrize(("cuts", "implementation"), [([640, 704], "xla"), ([333], "tpu-interpret")])
 @pytest.mark.optimised
-def test_a_cut_through_many_key_blocks_keeps_every_bit() -> None:
+def test_a_cut_through_many_key_blocks_keeps_every_bit(cuts: list[int], implementation: str) -> None:
     q, latents = inputs(1, 1100, 1100)
-    whole = attend(q, latents)
-    for first, last in [(0, 640), (640, 704), (704, 1100)]:
-        part = attend(q[:, first:last], latents[:, :last], start=np.array([first]))
+    whole = attend(q, latents, implementation=implementation)
+    for first, last in zip([0, *cuts], [*cuts, 1100]):
+        options = {"start": np.array([first]), "implementation": implementation}
+        part = attend(q[:, first:last], latents[:, :last], **options)
         np.testing.assert_array_equal(part, whole[:, first:last])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize(
+    ("num_tokens", "capacity", "implementation"),
+    [
+        *((tokens, size, name) for tokens, size in ((1, 2500), (40, 600)) for name in BACKENDS[:2]),
+        (40, 600, "tpu-interpret"),
+    ],
+)
 @pytest.mark.optimised
-def test_a_batch_is_its_rows_to_the_bit(num_tokens: int) -> None:
-    q, latents = inputs(4, num_tokens, 600)
-    start, lengths = np.array([0, 3, 255, 560]), np.array([num_tokens, 1, 0, num_tokens])
+def test_a_batch_is_its_rows_to_the_bit(num_tokens: int, capacity: int, implementation: str) -> None:
+    q, latents = inputs(4, num_tokens, capacity)
+    start, lengths = np.array([0, 3, 255, capacity - 40]), np.array([num_tokens, 1, 0, num_tokens])
     for b in range(4):  # rows behind a row's own end are rubbish, also where padded queries would stand
         latents[b, start[b] + lengths[b] :] = np.nan
-    together = attend(q, latents, start=start, lengths=lengths)
+    together = attend(q, latents, start=start, lengths=lengths, implementation=implementation)
     for b, length in enumerate(lengths):
         np.testing.assert_array_equal(together[b, length:], 0)
-        if length:
-            alone = attend(
-                q[b : b + 1], latents[b : b + 1], start=start[b : b + 1], lengths=lengths[b : b + 1]
-            )
-            np.testing.assert_array_equal(together[b], alone[0])
+        if length:  # alone, in a buffer of another size
+            row, rows = slice(b, b + 1), 1000 if start[b] < 900 else 3600
+            buffer = np.full((1, rows, RANK + ROPE), 1e30, np.float32)
+            buffer[0, : start[b] + length] = latents[b, : start[b] + length]
+            options = {"start": start[row], "lengths": lengths[row], "implementation": implementation}
+            np.testing.assert_array_equal(together[b], attend(q[row], buffer, **options)[0])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 66])
-@pytest.mark.parametrize("page_size", [16, 60, 256, 1024], ids=lambda size: f"page{size}")
+@pytest.mark.parametrize("implementation", BACKENDS)
+@pytest.mark.parametrize("later", [37, 64])
 @pytest.mark.optimised
-def test_pages_are_contiguous_rows_to_the_bit(page_size: int, num_tokens: int) -> None:
+def test_no_bit_depends_on_a_later_token(later: int, implementation: str) -> None:
+    q, latents = inputs(1, 80, 100)
+    changed = q.copy(), latents.copy()
+    changed[0][:, later:], changed[1][:, 20 + later :] = 7.0, 1e30
+    options = {"start": np.array([20]), "implementation": implementation}
+    before, after = attend(q, latents, **options), attend(*changed, **options)
+    np.testing.assert_array_equal(after[:, :later], before[:, :later])
+    assert (np.asarray(after[:, later]) != np.asarray(before[:, later])).all()
+
+
+@pytest.mark.parametrize(
+    ("page_size", "num_tokens", "implementation"),
+    [
+        *((size, tokens, "xla") for size in (16, 60, 256, 1024) for tokens in (1, 66)),
+        *((size, tokens, "triton-interpret") for size, tokens in ((60, 66), (64, 1))),
+        (64, 66, "tpu-interpret"),
+    ],
+)
+@pytest.mark.optimised
+def test_pages_are_contiguous_rows_to_the_bit(page_size: int, num_tokens: int, implementation: str) -> None:
     q, latents = inputs(2, num_tokens, 600)
     start = np.array([600 - num_tokens, 5])
     pages = -(-600 // page_size)
@@ -106,13 +148,19 @@ def test_pages_are_contiguous_rows_to_the_bit(page_size: int, num_tokens: int) -
     pool = np.full((2 * pages + 1, page_size, RANK + ROPE), np.nan, np.float32)
     padded = np.pad(latents, ((0, 0), (0, pages * page_size - 600), (0, 0)), constant_values=1e30)
     pool[table] = padded.reshape(2, pages, page_size, -1)
-    flat = attend(q, latents, start=start)
-    np.testing.assert_array_equal(attend(q, pool, start=start, page_table=table), flat)
+    flat = attend(q, latents, start=start, implementation=implementation)
+    paged = attend(q, pool, start=start, page_table=table, implementation=implementation)
+    np.testing.assert_array_equal(paged, flat)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "pages"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 150])
-def test_gradients_match_float64(num_tokens: int, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "layout", "implementation"),
+    [
+        *((tokens, layout, "xla") for tokens in (1, 2, 150) for layout in ("contiguous", "pages")),
+        *((2, "contiguous", kernels) for kernels in KERNELS),
+    ],
+)
+def test_gradients_match_float64(num_tokens: int, layout: str, implementation: str) -> None:
     q, latents = inputs(2, num_tokens, 300)
     options = {
         "start": np.array([300 - num_tokens, 7]),
@@ -128,7 +176,7 @@ def test_gradients_match_float64(num_tokens: int, layout: str) -> None:
         return (out * weight.astype(out.dtype)).sum()
 
     gradient = jax.jit(jax.grad(loss, (1, 2)), static_argnums=0)
-    got = gradient("xla", q, latents)
+    got = gradient(implementation, q, latents)
     with jax.enable_x64(True):
         exact = gradient("reference", *(jnp.asarray(a, jnp.float64) for a in (q, latents)))
         exact = [np.asarray(a) for a in exact]
@@ -162,6 +210,45 @@ def test_bfloat16_inputs_softmax_in_float32() -> None:
     assert [g.dtype for g in gradient(q, latents)] == [jnp.bfloat16, jnp.bfloat16]
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "queries_dtype", "latents_dtype"),
+    [
+        (33, jnp.bfloat16, jnp.bfloat16),
+        (1, jnp.bfloat16, jnp.float8_e4m3fn),
+        (33, jnp.float32, jnp.float8_e4m3fn),
+    ],
+    ids=["bf16", "bf16 and fp8", "f32 and fp8"],
+)
+@pytest.mark.parametrize("implementation", ["reference", *BACKENDS])
+def test_narrow_latents_are_the_numbers_they_hold(
+    num_tokens: int, implementation: str, queries_dtype: jnp.dtype, latents_dtype: jnp.dtype
+) -> None:
+    q, latents = inputs(2, num_tokens, 1400)
+    q, latents = jnp.asarray(q, queries_dtype), jnp.asarray(latents, latents_dtype)
+    start = np.array([1300, 0])
+    got = attend(q, latents, start=start, implementation=implementation)
+    assert got.dtype == queries_dtype
+    wide = (np.asarray(x.astype(jnp.float32)) for x in (q, latents))
+    exact = [by_hand(*row) for row in zip(*wide, start)]
+    assert_close("out", exact, got.astype(jnp.float32), 5e-6 if queries_dtype == jnp.float32 else 3e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "rank", "rope"), [(9, 3, 20, 7), (1, 1, 1, 0), (1, 20, 136, 12)]
+)
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_any_width_and_any_number_of_heads(
+    num_tokens: int, heads: int, rank: int, rope: int, implementation: str
+) -> None:
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((1, num_tokens, heads, rank + rope)).astype(np.float32)
+    latents = rng.standard_normal((1, 40, rank + rope)).astype(np.float32)
+    call = jax.jit(functools.partial(mla_attention, rank=rank, start=[25], implementation=implementation))
+    for b, out in enumerate(call(q, latents)):
+        scale = (rank + rope) ** -0.5
+        assert_close("out", by_hand(q[b], latents[b], 25, rank, scale), out, 2e-6)
+
+
 @pytest.mark.optimised
 def test_decode_inside_a_scan_that_carries_the_rows() -> None:
     q, latents = inputs(2, 5, 300)
@@ -180,6 +267,40 @@ def test_decode_inside_a_scan_that_carries_the_rows() -> None:
     )
     for b in range(2):
         assert_close("out", by_hand(q[b], latents[b], start[b]), out[:, b], 1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", *BACKENDS])
+@pytest.mark.parametrize(("tokens", "capacity"), [(0, 5), (3, 0)])
+def test_of_nothing_there_is_nothing(tokens: int, capacity: int, implementation: str) -> None:
+    q, latents = inputs(2, tokens, capacity)
+    got = attend(q, latents, lengths=np.array([0, 0]), implementation=implementation)
+    np.testing.assert_array_equal(got, np.zeros((2, tokens, HEADS, RANK)))
+
+
+BIG = jax.ShapeDtypeStruct((2**23, 8, 32), jnp.float8_e4m3fn)  # 2^31 numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "latents", "options", "message"),
+    [
+        ("triton-interpret", jnp.zeros((2, 9, 32), jnp.int8), {}, "latents in int8"),
+        ("tpu-interpret", jnp.zeros((2, 9, 32), jnp.int8), {}, "latents in int8"),
+        ("triton-interpret", jnp.zeros((2, 9, 2050)), {"rank": 2049}, "2048 channels at most, got rank=2049"),
+        ("triton", BIG, {"page_table": np.zeros((2, 9), np.int32)}, "2147483648 one-byte numbers"),
+        ("triton", jnp.zeros((2, 9, 32), jnp.float8_e4m3fn), {}, "8.9 or higher, this one has .8, 0."),
+        ("tpu", jnp.zeros((4, 60, 32)), {"page_table": np.zeros((2, 2), np.int32)}, "64 rows, got 60"),
+    ],
+    ids=["triton dtype", "tpu dtype", "rank", "large pool", "old GPU", "page"],
+)
+def test_a_backend_refuses(
+    name: str, latents: jax.Array, options: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("pallas_kernels.mla_attention.triton.forward")
+    monkeypatch.setattr(module, "_capability", lambda: (8, 0))
+    q = jnp.zeros((2, 4, 3, latents.shape[2]))
+    call = functools.partial(mla_attention, **({"rank": RANK} | options), implementation=name)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(call, q, latents)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Do the kernels compile for GPUs, and into what? Asked of the compilers themselves, on a machine without a GPU."""
+"""Do the kernels compile for GPUs and TPUs, and into what? Asked of the compilers, on a machine with neither."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +15,15 @@ from rich.table import Table
 
 from pallas_kernels.check.cases import cases
 from pallas_kernels.check.cases.case import Case
+from pallas_kernels.check.gpu import GpuToolchain
 from pallas_kernels.check.targets import TARGETS, Target
-from pallas_kernels.check.toolchain import Compiled, Missing, Toolchain
+from pallas_kernels.check.toolchain import Missing, Toolchain
+from pallas_kernels.check.tpu import TpuToolchain
 from pallas_kernels.shapes import SHAPES
 
 MOST_SECONDS = 60.0
 MOST_SPILLED = {"sm_90a": 0, "sm_80": 64}  # bytes a thread
+TOOLCHAINS: dict[str, Callable[[Path], Toolchain]] = {"gpu": GpuToolchain, "tpu": TpuToolchain}
 
 
 def check(
@@ -27,18 +31,26 @@ def check(
     target: Annotated[list[str] | None, typer.Option(help="Only this target; may be given again.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="Only this shape; may be given again.")] = None,
 ) -> None:
-    """Compiles the kernels for GPUs, which need not be there. Fails when one does not compile, takes longer than a
-    minute, or spills registers (on sm_80, up to 64 bytes a thread are let pass), and when a forward pass is more than
-    four kernels."""
+    """Compiles the kernels for GPUs and TPUs, which need not be there. Fails when one does not compile, takes longer
+    than a minute, or spills registers (on sm_80, up to 64 bytes a thread are let pass), and when a forward pass is more
+    than four kernels."""
     targets = _named("target", target, TARGETS)
     todo = [
-        (case, goal) for shape in _named("shape", shape, SHAPES) for case in cases(shape) for goal in targets
+        (case, goal)
+        for shape in _named("shape", shape, SHAPES)
+        for case in cases(shape)
+        for goal in targets
+        if goal.platform == case.platform and goal.name not in case.lacking
     ]
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            toolchain = Toolchain(Path(folder))
+            toolchains = {
+                platform: make(Path(folder))
+                for platform, make in TOOLCHAINS.items()
+                if any(goal.platform == platform for goal in targets)
+            }
         except Missing as error:
             typer.echo(f"check: {error}", err=True)
             raise typer.Exit(1) from None
@@ -47,7 +59,7 @@ def check(
             records = []
             for case, goal in todo:
                 progress.update(task, description=f"{case.kernel} {case.shape} {goal.name}")
-                records.append(_record(toolchain, case, goal))
+                records.append(_record(toolchains[case.platform], case, goal))
                 progress.advance(task)
     _print(records)
     if json is not None:
@@ -81,6 +93,8 @@ def _record(toolchain: Toolchain, case: Case, target: Target) -> dict[str, Any]:
         "compiled": False,
         "registers": None,
         "spill_bytes": None,
+        "code_bytes": None,
+        "temporary_bytes": None,
         "compile_s": None,
         "kernels": None,
         "flops": cost.flops,
@@ -89,40 +103,59 @@ def _record(toolchain: Toolchain, case: Case, target: Target) -> dict[str, Any]:
         "wrong": None,
     }
     try:
-        made, seconds = toolchain.compile(case.function, case.arguments, target)
+        made = toolchain.compile(case.function, case.arguments, target)
     except Exception as error:  # whatever a compiler raises is the finding
         return record | {"wrong": f"does not compile: {str(error).strip().splitlines()[0][:200]}"}
-    record |= {"compiled": True, "compile_s": seconds, "kernels": len(made)}
-    if absent := [part for part in case.parts if part not in made]:
-        return record | {"wrong": f"the assembler was not asked for {absent[0]}, only for {sorted(made)}"}
-    kernel = Compiled(*(max(column) for column in zip(*(made[part] for part in case.parts), strict=True)))
-    record |= kernel._asdict()
-    allowed = MOST_SPILLED[target.name]
-    if kernel.spill_bytes > allowed:
-        record["wrong"] = f"spills {kernel.spill_bytes} bytes a thread, {allowed} are allowed"
-    elif len(made) > case.most_kernels:
-        record["wrong"] = f"runs {len(made)} kernels, {case.most_kernels} are allowed: {sorted(made)}"
-    elif seconds > MOST_SECONDS:
-        record["wrong"] = f"took {seconds:.0f} s to compile, {MOST_SECONDS:.0f} are allowed"
+    names = sorted(kernel.name for kernel in made.kernels)
+    record |= {
+        "compiled": True,
+        "compile_s": made.seconds,
+        "kernels": len(names),
+        "code_bytes": made.code_bytes,
+        "temporary_bytes": made.temporary_bytes,
+    }
+    if absent := [part for part in case.parts if part not in names]:
+        return record | {"wrong": f"{absent[0]} is not in the program, only {names}"}
+    parts = [kernel for kernel in made.kernels if kernel.name in case.parts]
+    registers, spilled = (
+        _most(getattr(kernel, what) for kernel in parts) for what in ("registers", "spill_bytes")
+    )
+    record |= {"registers": registers, "spill_bytes": spilled}
+    if spilled is not None and spilled > MOST_SPILLED[target.name]:
+        record["wrong"] = f"spills {spilled} bytes a thread, {MOST_SPILLED[target.name]} are allowed"
+    elif len(names) > case.most_kernels:
+        record["wrong"] = f"runs {len(names)} kernels, {case.most_kernels} are allowed: {names}"
+    elif made.seconds > MOST_SECONDS:
+        record["wrong"] = f"took {made.seconds:.0f} s to compile, {MOST_SECONDS:.0f} are allowed"
     return record
+
+
+def _most(counts: Iterable[int | None]) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
 
 
 def _print(records: list[dict[str, Any]]) -> None:
     table = Table(title="Kernels, compiled without a device", title_justify="left")
     for heading in ("kernel", "shape", "dtype", "target"):
         table.add_column(heading)
-    for heading in ("kernels", "registers", "spilled bytes", "compile s", "GFLOP", "MB", "roofline us"):
+    columns = {
+        "kernels": ("kernels", 1, "d"),
+        "registers": ("registers", 1, "d"),
+        "spilled bytes": ("spill_bytes", 1, "d"),
+        "temporary MB": ("temporary_bytes", 1e-6, ".3g"),
+        "compile s": ("compile_s", 1, ".1f"),
+        "GFLOP": ("flops", 1e-9, ".3g"),
+        "MB": ("bytes", 1e-6, ".3g"),
+        "roofline us": ("roofline_us", 1, ".3g"),
+    }
+    for heading in columns:
         table.add_column(heading, justify="right")
     for record in records:
-        seconds = "-" if record["compile_s"] is None else f"{record['compile_s']:.1f}"
         table.add_row(
             *(record[key] for key in ("kernel", "shape", "dtype", "target")),
             *(
-                str("-" if record[key] is None else record[key])
-                for key in ("kernels", "registers", "spill_bytes")
+                "-" if record[key] is None else format(record[key] * unit, form)
+                for key, unit, form in columns.values()
             ),
-            seconds,
-            *(f"{record[key] * scale:.3g}" for key, scale in (("flops", 1e-9), ("bytes", 1e-6))),
-            f"{record['roofline_us']:.3g}",
         )
     Console(width=None if Console().is_terminal else 160).print(table)

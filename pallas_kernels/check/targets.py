@@ -1,15 +1,12 @@
-"""The GPUs that kernels are compiled for: no such device need be there.
-
-Cache, clock and memory size are the same for all: they guide XLA's own fusions, not our kernels.
-"""
+"""The GPUs and TPUs that kernels are compiled for: no such device need be there."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 
-class Target(NamedTuple):
-    """A kind of GPU.
+class Gpu(NamedTuple):
+    """A kind of GPU. Cache, clock and memory size are the same for all: they guide XLA's own fusions, not our kernels.
 
     Attributes:
         name: its architecture, as the assembler says it.
@@ -27,6 +24,7 @@ class Target(NamedTuple):
     shared_kib: int
     bytes_per_s: float
     flops_per_s: float
+    platform: str = "gpu"
 
     def description(self) -> str:
         """XLA's text form of a GPU to compile for."""
@@ -58,8 +56,29 @@ device_description_str: "{self.device}"
 """
 
 
-TARGETS = (
+class Tpu(NamedTuple):
+    """A kind of TPU.
+
+    Attributes:
+        name: its generation.
+        topology: the smallest slice that libtpu knows by a name; kernels are compiled for one device of it.
+        bytes_per_s, flops_per_s: as a GPU's.
+    """
+
+    name: str
+    topology: str
+    bytes_per_s: float
+    flops_per_s: float
+    platform: str = "tpu"
+
+
+Target: TypeAlias = Gpu | Tpu
+
+TARGETS: tuple[Target, ...] = (
     # 4.3 TB/s and 790 TFLOP/s are what an H200 reaches, not what its sheet says.
-    Target("sm_90a", "NVIDIA H200", (9, 0), 132, 228, 4.3e12, 7.9e14),
-    Target("sm_80", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 164, 1.9e12, 2.9e14),
+    Gpu("sm_90a", "NVIDIA H200", (9, 0), 132, 228, 4.3e12, 7.9e14),
+    Gpu("sm_80", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 164, 1.9e12, 2.9e14),
+    # These are what their data sheets say.
+    Tpu("v5e", "v5e:2x2", 8.2e11, 1.97e14),
+    Tpu("v6e", "v6e:2x2", 1.64e12, 9.18e14),
 )

@@ -60,9 +60,9 @@ def kda_prefill(
         gate_lower_bound: a promise that g >= this static number (K3: -5.0). Down to -5 it allows a faster form; with
             smaller g the result is then undefined.
         chunk_size: 16, 32 or 64 tokens; None lets the backend choose.
-        implementation: "reference" (token by token), "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs and for
-            TPUs, whose gradients are those of "xla"), "triton-interpret" or "tpu-interpret" (their bodies step by step,
-            on any device), or None, which is "xla".
+        implementation: "reference" (token by token), "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs, with the
+            gradients of "xla", and for TPUs), "triton-interpret" or "tpu-interpret" (their bodies step by step, on any
+            device), or None, which is "xla".
 
     Returns:
         out [B, T, HV, V] in v.dtype, final state float32 [B, HV, K, V] ([N, ...]), and with `boundaries` the states
@@ -154,13 +154,16 @@ def kda_step(
         implementation,
         {
             "xla": Backend(functools.partial(_step_at, xla.step)),
-            "triton": Backend(functools.partial(triton.step, interpret=False), pallas.refusal(state)),
-            "triton-interpret": Backend(
-                functools.partial(triton.step, interpret=True), pallas.refusal(state)
-            ),
+            **{
+                name + suffix: Backend(functools.partial(run, interpret=interpret), pallas.refusal(state))
+                for name, run in (("triton", triton.step), ("tpu", tpu.step))
+                for suffix, interpret in (("", False), ("-interpret", True))
+            },
             "reference": Backend(functools.partial(_step_at, reference.update)),
         },
     )
+    if batch == 0:  # no backend need know of it
+        return jnp.zeros(v.shape, v.dtype), state
     q, k = _ready_queries_keys(q, k, qk_l2norm, repeats)
     work = state.dtype
     q = q.astype(work) * _scale(q, scale)
@@ -170,7 +173,7 @@ def kda_step(
 
 def _pallas_backends(state: jax.Array) -> dict[str, Backend]:
     """The kernels' backends of `kda_prefill`, each also step by step on any device."""
-    kernels = {"triton": pallas.Kernels(triton.forward), "tpu": pallas.Kernels(tpu.forward)}
+    kernels = {"triton": pallas.Kernels(triton.forward), "tpu": pallas.Kernels(tpu.forward, tpu.backward)}
     return {
         name + suffix: Backend(functools.partial(pallas.prefill, each, interpret), pallas.refusal(state))
         for name, each in kernels.items()

@@ -7,9 +7,18 @@ from collections.abc import Callable, Iterator
 from pallas_kernels.check.cases.case import Case
 from pallas_kernels.check.cases.kda_forward import kda_forward
 from pallas_kernels.check.cases.kda_step import kda_step
+from pallas_kernels.check.cases.kda_tpu import kda_tpu
+from pallas_kernels.check.cases.mla_attention import mla_attention
+from pallas_kernels.check.cases.mla_attention_tpu import mla_attention_tpu
 from pallas_kernels.shapes import Shape
 
-OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (kda_forward, kda_step)
+OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (
+    kda_forward,
+    kda_step,
+    kda_tpu,
+    mla_attention,
+    mla_attention_tpu,
+)
 
 
 def cases(shape: Shape) -> Iterator[Case]:

@@ -22,6 +22,7 @@ class Case(NamedTuple):
         function, arguments: what to compile, and its arguments' shapes and dtypes.
         cost: what it does by count.
         platform: whose targets it is compiled for, "gpu" or "tpu".
+        lacking: of those, the targets that lack what it needs.
     """
 
     kernel: str
@@ -34,6 +35,7 @@ class Case(NamedTuple):
     arguments: tuple[Any, ...]
     cost: pl.CostEstimate
     platform: str = "gpu"
+    lacking: tuple[str, ...] = ()
 
 
 def like(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
