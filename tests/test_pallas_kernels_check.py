@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,8 @@ from pallas_kernels.check.toolchain import Compiled, Missing, Toolchain, parse
 from pallas_kernels.kda.triton.cost import intra_cost, merge_cost, state_cost, step_cost
 from pallas_kernels.kda.triton.tile import Plan
 from pallas_kernels.shapes import SHAPES
+from pallas_kernels.short_conv.cost import conv_cost
+from pallas_kernels.state_compression.cost import compress_cost, decompress_cost
 
 LOG = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'kda_merge' for 'sm_90a'
@@ -56,13 +59,25 @@ def test_bytes_of_a_forward_are_those_of_its_arrays() -> None:
     assert step_cost(1, 1, 128, 128).bytes_accessed == 2 * 4 * 128**2 + 4 * (3 * 128 + 2 * 128 + 1)
 
 
+def test_bytes_of_small_kernels_are_those_of_their_arrays() -> None:
+    x, weight, window = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 100, 6), (4, 6), (2, 3, 6))
+    )
+    # inputs and outputs; taps; two windows in, two out and two at boundaries
+    assert conv_cost(x, weight, window, 1, "silu").bytes_accessed == 2 * (2 * 100 * 6 + 4 * 6 + 3 * 2 * 3 * 6)
+    for cost in (compress_cost, decompress_cost):
+        assert cost(10, 128).bytes_accessed == 10 * (128 * (4 + 1) + 4)
+
+
 def test_every_kernel_has_a_case_at_every_shape() -> None:
     for shape in SHAPES:
         found = list(cases(shape))
         names = {(case.kernel, case.dtype) for case in found}
         halves = {"kda_intra", "kda_merge", "kda_state", "kda_state, boundaries", "kda_prefill"}
+        halves |= {"short_conv", "short_conv, pack and boundaries"}
+        wide = {"kda_step", "compress_state", "decompress_state"}
         assert names == {(name, dtype) for name in halves for dtype in ("bfloat16", "float32")} | {
-            ("kda_step", "float32")
+            (name, "float32") for name in wide
         }
         assert {case.kernel: case.most_kernels for case in found if case.most_kernels > 1} == {
             "kda_prefill": 4

@@ -7,9 +7,16 @@ from collections.abc import Callable, Iterator
 from pallas_kernels.check.cases.case import Case
 from pallas_kernels.check.cases.kda_forward import kda_forward
 from pallas_kernels.check.cases.kda_step import kda_step
+from pallas_kernels.check.cases.short_conv import short_conv
+from pallas_kernels.check.cases.state_compression import state_compression
 from pallas_kernels.shapes import Shape
 
-OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (kda_forward, kda_step)
+OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (
+    kda_forward,
+    kda_step,
+    short_conv,
+    state_compression,
+)
 
 
 def cases(shape: Shape) -> Iterator[Case]:
