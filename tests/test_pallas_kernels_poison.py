@@ -54,7 +54,7 @@ def filled(x: np.ndarray, where: np.ndarray, fill: float) -> np.ndarray:
 
 def tokens_filled(arrays: Inputs, where: np.ndarray, fill: float) -> Inputs:
     """Every array of tokens so, where [B, T]."""
-    return Inputs(*(filled(x, where, fill) for x in arrays[:5]), arrays.state)
+    return Inputs(*(filled(x, where, fill) for x in arrays[:5]), state=arrays.state)
 
 
 @functools.cache

@@ -164,6 +164,24 @@ def test_a_pack_is_its_sequences(cu: list[int], implementation: str) -> None:
             np.testing.assert_array_equal(y[0, first:last], alone[0])
 
 
+@EACH
+def test_a_sequence_keeps_what_is_wrong_to_itself(implementation: str) -> None:
+    """Its tokens and its window; beside it lie an empty one, one shorter than a window, and a longer one."""
+    x, weight, _ = inputs(13)
+    window, cu, sick = inputs(1, rows=5, seed=1)[2], np.array([0, 5, 5, 9, 11, 13]), 2
+    tokens = (np.arange(13) >= 5) & (np.arange(13) < 9)
+    results = []
+    for number in (0.0, np.nan):
+        x[:, tokens], window[sick] = number, number
+        y, *windows = conv(
+            x, weight, window, cu_seqlens=cu, boundaries=np.array([0, 2]), implementation=implementation
+        )
+        results.append((y[:, ~tokens], *(np.delete(w, sick, 0) for w in windows)))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.isfinite(a).all()
+
+
 @pytest.mark.parametrize("layout", ["plain", "lengths", "packed"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 6])
 @pytest.mark.parametrize("implementation", ["xla", *KERNELS])

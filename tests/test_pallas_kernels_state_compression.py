@@ -173,6 +173,13 @@ def test_says_what_is_wrong(state: jax.Array, options: dict[str, str], message: 
         compress_state(state, **options)
 
 
+def test_a_gpu_counts_places_in_32_bits() -> None:
+    run = functools.partial(compress_state, implementation="triton")
+    shape = (1024, 128, 128, 128)
+    with pytest.raises(ValueError, match="at most 2147483647 numbers a call, got 2147483648"):
+        jax.eval_shape(run, jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
 @pytest.mark.parametrize(
     "values, scales, message",
     [

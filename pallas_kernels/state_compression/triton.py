@@ -17,10 +17,16 @@ TILE = 4096
 """Numbers of a program: 32 a thread."""
 
 
+MOST = 2**31 - 1
+"""Numbers of a call: places in arrays of bytes are counted in 32 bits."""
+
+
 def refusal(shape: tuple[int, ...]) -> str | None:
     """Why no state of this shape can be done, or None."""
-    values = shape[-1]
-    return f"holds rows of at most {TILE} value channels, got V={values}" if values > TILE else None
+    if shape[-1] > TILE:
+        return f"holds rows of at most {TILE} value channels, got V={shape[-1]}"
+    size = math.prod(shape)
+    return f"takes at most {MOST} numbers a call, got {size}" if size > MOST else None
 
 
 def compress(state: jax.Array, *, interpret: bool) -> CompressedState:

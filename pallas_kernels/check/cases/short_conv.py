@@ -30,8 +30,7 @@ def _row(x: jax.Array, weight: jax.Array, window: jax.Array, lengths: jax.Array)
 
 
 def _pack(x: jax.Array, weight: jax.Array, window: jax.Array, cu_seqlens: jax.Array, boundaries: jax.Array):
-    counts = {"cu_seqlens": cu_seqlens, "boundaries": boundaries}
-    return convolve(x, weight, window, **counts, implementation="triton")
+    return convolve(x, weight, window, cu_seqlens=cu_seqlens, boundaries=boundaries, implementation="triton")
 
 
 def _case(
