@@ -17,11 +17,14 @@ from pallas_kernels import short_conv, short_conv_step
 
 CHANNELS = 19  # no multiple of a vector register
 TAPS = 4
-KERNELS = ["triton-interpret"]
+KERNELS = ["triton-interpret", "tpu-interpret"]
 EACH = pytest.mark.parametrize("implementation", ["reference", "xla", *KERNELS])
 # A kernel's body fixes its order of sums, whatever XLA makes of the program around it.
 BITS = [pytest.param(name, marks=pytest.mark.optimised) for name in ("reference", "xla")]
 EACH_TO_THE_BIT = pytest.mark.parametrize("implementation", [*BITS, *KERNELS])
+PACKS_TO_THE_BIT = pytest.mark.parametrize(
+    "implementation", [*BITS, "triton-interpret"]
+)  # a TPU's takes none
 
 
 def inputs(
@@ -43,9 +46,12 @@ conv = jax.jit(short_conv, static_argnames=("activation", "implementation"))
 step = jax.jit(short_conv_step)
 
 
-@EACH
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 9])
-def test_matches_the_formula(num_tokens: int, implementation: str) -> None:
+@pytest.mark.parametrize(
+    "implementation, num_tokens",
+    [(name, tokens) for name in ("reference", "xla") for tokens in (1, 2, 3, 9)]
+    + [(name, tokens) for name in KERNELS for tokens in (1, 9)],
+)
+def test_matches_the_formula(implementation: str, num_tokens: int) -> None:
     x, weight, window = inputs(num_tokens, rows=2)
     y, end = conv(x, weight, window, implementation=implementation)
     for b in range(2):
@@ -55,9 +61,13 @@ def test_matches_the_formula(num_tokens: int, implementation: str) -> None:
     assert_close("silu", by_hand(x[1], weight, window[1]), jax.nn.silu(linear[1]), 2e-7)
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 0]], ids=["rows", "pack"])
-@EACH
-def test_no_tokens_leave_the_window(cu_seqlens: list[int] | None, implementation: str) -> None:
+@pytest.mark.parametrize(
+    "implementation, cu_seqlens",
+    [(name, None) for name in ("reference", "xla", *KERNELS)]
+    + [(name, [0, 0]) for name in ("reference", "xla", "triton-interpret")],
+    ids=lambda value: "pack" if isinstance(value, list) else value or "rows",
+)
+def test_no_tokens_leave_the_window(implementation: str, cu_seqlens: list[int] | None) -> None:
     x, weight, window = map(jnp.asarray, inputs(0))
     y, end, at = short_conv(
         x, weight, window, cu_seqlens=cu_seqlens, boundaries=[0], implementation=implementation
@@ -67,7 +77,7 @@ def test_no_tokens_leave_the_window(cu_seqlens: list[int] | None, implementation
     np.testing.assert_array_equal(at[:, 0], window)
 
 
-@pytest.mark.parametrize("num_taps, channels", [(1, 5), (2, 128), (3, 1), (5, 130), (8, 33)])
+@pytest.mark.parametrize("num_taps, channels", [(1, 5), (2, 1), (8, 130)])
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_any_number_of_taps_and_channels(implementation: str, num_taps: int, channels: int) -> None:
     x, weight, window = inputs(21, rows=2, taps=num_taps, channels=channels)
@@ -86,7 +96,7 @@ CUTS = [1, 2, 3, 15, 16, 17, 63, 64, 65, 127]
 @pytest.mark.parametrize(
     "implementation, cut",
     [pytest.param("xla", cut, marks=pytest.mark.optimised) for cut in CUTS]
-    + [(name, cut) for name in KERNELS for cut in (1, 3, 16, 65)],
+    + [(name, cut) for name in KERNELS for cut in (1, 16, 65)],
 )
 def test_split_keeps_every_bit(implementation: str, cut: int) -> None:
     x, weight, window = inputs(130)
@@ -140,7 +150,7 @@ PACKS = {
 }
 
 
-@EACH_TO_THE_BIT
+@PACKS_TO_THE_BIT
 @pytest.mark.parametrize("cu", PACKS.values(), ids=PACKS.keys())
 def test_a_pack_is_its_sequences(cu: list[int], implementation: str) -> None:
     num = len(cu) - 1
@@ -164,7 +174,7 @@ def test_a_pack_is_its_sequences(cu: list[int], implementation: str) -> None:
             np.testing.assert_array_equal(y[0, first:last], alone[0])
 
 
-@EACH
+@PACKS_TO_THE_BIT
 def test_a_sequence_keeps_what_is_wrong_to_itself(implementation: str) -> None:
     """Its tokens and its window; beside it lie an empty one, one shorter than a window, and a longer one."""
     x, weight, _ = inputs(13)
@@ -182,9 +192,12 @@ def test_a_sequence_keeps_what_is_wrong_to_itself(implementation: str) -> None:
         assert np.isfinite(a).all()
 
 
-@pytest.mark.parametrize("layout", ["plain", "lengths", "packed"])
+@pytest.mark.parametrize(
+    "implementation, layout",
+    [(name, layout) for name in ("xla", *KERNELS) for layout in ("plain", "lengths")]
+    + [(name, "packed") for name in ("xla", "triton-interpret")],
+)
 @pytest.mark.parametrize("num_tokens", [1, 2, 6])
-@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
 def test_gradients_match_float64(implementation: str, num_tokens: int, layout: str) -> None:
     rows = 1 if layout == "packed" else 2
     x, weight, window = inputs(num_tokens, rows=rows)
@@ -234,19 +247,25 @@ def test_windows_keep_their_dtype(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("boundaries", [None, [3, 100]], ids=["whole", "boundaries"])
-@pytest.mark.parametrize("layout", ["rows", "lengths", "pack"])
+@pytest.mark.parametrize(
+    "platform, implementation, layout",
+    [("cuda", "triton", layout) for layout in ("rows", "lengths", "pack")]
+    + [("tpu", "tpu", layout) for layout in ("rows", "lengths")],
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_on_a_gpu_it_is_one_kernel(dtype: jnp.dtype, layout: str, boundaries: list[int] | None) -> None:
+def test_it_is_one_kernel(
+    platform: str, implementation: str, dtype: jnp.dtype, layout: str, boundaries: list[int] | None
+) -> None:
     options = {"rows": {}, "lengths": {"lengths": [192]}, "pack": {"cu_seqlens": [0, 100, 192]}}[layout]
     sequences = 2 if layout == "pack" else 1
     shapes = (1, 192, 384), (TAPS, 384), (sequences, TAPS - 1, 384)
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return short_conv(*arrays, boundaries=boundaries, implementation="triton", **options)
+        return short_conv(*arrays, boundaries=boundaries, implementation=implementation, **options)
 
-    text = lowered("cuda", run, *arrays)
-    assert text.count(CALL["cuda"]) == 1 and "short_conv" in text
+    text = lowered(platform, run, *arrays)
+    assert text.count(CALL[platform]) == 1 and "short_conv" in text
 
 
 @pytest.mark.parametrize(
@@ -261,6 +280,7 @@ def test_on_a_gpu_it_is_one_kernel(dtype: jnp.dtype, layout: str, boundaries: li
         ({"boundaries": [9]}, "0..8"),
         ({"implementation": "cuda"}, "reference"),
         ({"implementation": "triton", "weight": jnp.zeros((9, CHANNELS))}, "up to 8 taps, got W=9"),
+        ({"implementation": "tpu", "cu_seqlens": [0, 8]}, "no packs"),
         ({"implementation": "triton", "x": jnp.zeros((1, 8, CHANNELS), jnp.float16)}, "got float16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),

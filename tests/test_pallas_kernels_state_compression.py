@@ -50,7 +50,7 @@ def same(want: CompressedState, got: CompressedState) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("shape", [(2, 3, 16, 32), (3, 40, 33), (1, 1, 1, 2, 1), (9, 5, 200)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 40, 33), (1, 1, 1, 2, 1), (9, 5, 200)], ids=str)
 def test_every_backend_has_the_bits_of_exact_arithmetic(shape: tuple[int, ...], implementation: str) -> None:
     state = states(*shape)
     small, back = both_ways(state, implementation)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.counts import Counts, as_counts, as_cu_seqlens
 from pallas_kernels.precision import accumulator
-from pallas_kernels.short_conv import pallas, reference, triton, xla
+from pallas_kernels.short_conv import pallas, reference, tpu, triton, xla
 
 
 def short_conv(
@@ -41,8 +41,9 @@ def short_conv(
             Not with `cu_seqlens`.
         boundaries: [NB] or [B, NB] ([N, NB] with `cu_seqlens`) int32 token counts of this call, by row or by
             sequence, at which the window is also returned; counts past the end give the window at the end.
-        implementation: "reference", "xla", "triton" (a Pallas kernel for NVIDIA GPUs, whose gradients are those of
-            "xla"), "triton-interpret" (its body step by step, on any device), or None, which is "xla".
+        implementation: "reference", "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs and, without packs, for
+            TPUs, whose gradients are those of "xla"), "triton-interpret" or "tpu-interpret" (their bodies step by
+            step, on any device), or None, which is "xla".
 
     Returns:
         y [B, T, C] in x's dtype (sums are in float32 at least); the window after the last valid token, in the
@@ -51,7 +52,7 @@ def short_conv(
 
     Raises:
         ValueError: shapes or counts do not fit, both `cu_seqlens` and `lengths` are given, or an unknown
-            name.
+            name; a backend's refusal with its reason.
     """
     _check_weight(x, weight, activation)
     batch, num_tokens, _ = x.shape
@@ -108,14 +109,18 @@ def _backends(x: jax.Array, weight: jax.Array, window: jax.Array, is_pack: bool)
     """The backends of `short_conv`, each for packs or for padded rows."""
     plain = xla.packed if is_pack else xla.padded
     definition = reference.packed if is_pack else reference.padded
-    kernel = triton.packed if is_pack else triton.padded
-    refusal = pallas.refusal(x, weight, window)
-    return {
+    backends = {
         "xla": Backend(functools.partial(xla.widened, plain)),
-        "triton": Backend(functools.partial(pallas.convolve, kernel, plain, False), refusal),
-        "triton-interpret": Backend(functools.partial(pallas.convolve, kernel, plain, True), refusal),
         "reference": Backend(functools.partial(xla.widened, definition)),
     }
+    refusal = pallas.refusal(x, weight, window)
+    no_pack = "takes rows, with or without lengths, and no packs" if is_pack else refusal
+    kernels = {"triton": (triton.packed if is_pack else triton.padded, refusal), "tpu": (tpu.padded, no_pack)}
+    for name, (kernel, reason) in kernels.items():
+        for suffix, interpret in (("", False), ("-interpret", True)):
+            run = functools.partial(pallas.convolve, kernel, plain, interpret)
+            backends[name + suffix] = Backend(run, reason)
+    return backends
 
 
 def _check_weight(x: jax.Array, weight: jax.Array, activation: str | None) -> None:

@@ -7,7 +7,7 @@ are its neighbours' and come from a cache.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,59 +111,63 @@ def _call(
     return y, end.reshape(window.shape), at.reshape(none.shape)
 
 
-def _body(x_ref, weight_ref, window_ref, counts_ref, boundaries_ref, y_ref, *windows_refs, plan: Plan):
+class Inputs(NamedTuple):
+    """The kernel's inputs, as references."""
+
+    x: Any  # [tokens, C]
+    weight: Any  # [W, C]
+    window: Any  # [N, W-1, C]
+    counts: Any  # [B] or [N + 1]
+    boundaries: Any  # [N, NB]
+
+
+def _body(*refs, plan: Plan):
+    inputs, (y_ref, *windows_refs) = Inputs(*refs[:5]), refs[5:]
     tile, j = pl.program_id(0), pl.program_id(1)
     column = j * plan.width + jax.lax.broadcasted_iota(jnp.int32, (1, plan.width), 1)
     begin = plan.tiles(plan.num_tokens)
 
     @pl.when(tile < begin)
     def _():
-        _convolve(x_ref, weight_ref, window_ref, counts_ref, y_ref, _rows(tile), column, plan)
+        _convolve(inputs, y_ref, _rows(tile), column, plan)
 
-    for windows_ref, asked_ref in zip(windows_refs, (None, boundaries_ref)):
+    for windows_ref, asked in zip(windows_refs, (False, True)):
         end = begin + plan.tiles(windows_ref.shape[0])
 
         @pl.when((tile >= begin) & (tile < end))
-        def _(begin=begin, windows_ref=windows_ref, asked_ref=asked_ref):
-            row = _rows(tile - begin)
-            _hand_on(x_ref, window_ref, counts_ref, asked_ref, windows_ref, row, column, plan)
+        def _(begin=begin, windows_ref=windows_ref, asked=asked):
+            _hand_on(inputs, windows_ref, _rows(tile - begin), column, asked, plan)
 
         begin = end
 
 
-def _convolve(
-    x_ref, weight_ref, window_ref, counts_ref, y_ref, token: jax.Array, column: jax.Array, plan: Plan
-):
+def _convolve(inputs: Inputs, y_ref, token: jax.Array, column: jax.Array, plan: Plan):
     """Outputs of tokens."""
-    n = _owner(counts_ref, token, plan)
-    first, length = _extent(counts_ref, n, plan)
+    n = _owner(inputs.counts, token, plan)
+    first, length = _extent(inputs.counts, n, plan)
     live = token - first < length
 
     def term(tap: int) -> jax.Array:
-        at = token - first - (plan.taps - 1 - tap)
-        inputs = _read(x_ref, window_ref, n, first, at, live, column, plan)
-        weight = pltriton.load(weight_ref.at[tap, column], mask=column < plan.channels, other=0.0)
-        return weight.astype(jnp.float32) * inputs
+        back = plan.taps - 1 - tap
+        x = _read(inputs, n, first, token - first - back, live, column, plan, in_x=back == 0)
+        weight = pltriton.load(inputs.weight.at[tap, column], mask=column < plan.channels, other=0.0)
+        return weight.astype(jnp.float32) * x
 
     y = functools.reduce(lambda total, tap: total + term(tap), range(1, plan.taps), term(0))
     y = jax.nn.silu(y) if plan.activation == "silu" else y
     _write(y_ref, token, column, jnp.where(live[:, None], y, 0.0))
 
 
-def _hand_on(
-    x_ref, window_ref, counts_ref, asked_ref, windows_ref, row: jax.Array, column: jax.Array, plan: Plan
-):
+def _hand_on(inputs: Inputs, windows_ref, row: jax.Array, column: jax.Array, asked: bool, plan: Plan):
     """Rows of the windows at the boundaries asked for, or behind the last tokens."""
-    size = jnp.int32(plan.taps - 1)
+    size, many = jnp.int32(plan.taps - 1), jnp.int32(plan.marked if asked else 1)
     which, place = jax.lax.div(row, size), jax.lax.rem(row, size)
-    many = jnp.int32(1 if asked_ref is None else plan.marked)
     n = jnp.minimum(jax.lax.div(which, many), plan.sequences - 1)
-    first, length = _extent(counts_ref, n, plan)
-    count = length if asked_ref is None else jnp.minimum(asked_ref[n, jax.lax.rem(which, many)], length)
+    first, length = _extent(inputs.counts, n, plan)
+    count = jnp.minimum(inputs.boundaries[n, jax.lax.rem(which, many)], length) if asked else length
     live = row < windows_ref.shape[0]
-    _write(
-        windows_ref, row, column, _read(x_ref, window_ref, n, first, count + place - size, live, column, plan)
-    )
+    x = _read(inputs, n, first, count + place - size, live, column, plan)
+    _write(windows_ref, row, column, x)
 
 
 def _rows(tile) -> jax.Array:
@@ -192,21 +196,25 @@ def _owner(counts_ref, token: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _read(
-    x_ref, window_ref, n: jax.Array, first: jax.Array, at: jax.Array, live: jax.Array, column: jax.Array, plan: Plan
+    inputs: Inputs, n: jax.Array, first: jax.Array, at: jax.Array, live: jax.Array, column: jax.Array, plan: Plan,
+    *, in_x: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """Inputs of sequences n, `at` tokens behind their first or, where negative, in their windows; float32
-    [rows, columns], zeros where nobody lives."""
+    """Inputs of sequences n, `at` tokens behind their first or, where negative (never if `in_x`), in their windows.
+
+    Returns:
+        float32 [rows, columns], zeros where nobody lives.
+    """
 
     def load(ref, place: tuple[jax.Array, ...], there: jax.Array) -> jax.Array:
         mask = there[:, None] & (column < plan.channels)
         return pltriton.load(ref.at[(*place, column)], mask=mask, other=0.0).astype(jnp.float32)
 
     inside = at >= 0
-    inputs = load(x_ref, ((first + at)[:, None],), live & inside)
-    if plan.taps == 1:
-        return inputs
-    before = load(window_ref, (n[:, None], (plan.taps - 1 + at)[:, None]), live & ~inside)
-    return jnp.where(inside[:, None], inputs, before)
+    x = load(inputs.x, ((first + at)[:, None],), live & inside)
+    if in_x:
+        return x
+    before = load(inputs.window, (n[:, None], (plan.taps - 1 + at)[:, None]), live & ~inside)
+    return jnp.where(inside[:, None], x, before)
 
 
 def _write(ref, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
