@@ -203,13 +203,8 @@ def test_what_one_kernel_leaves_the_next_does_not_read(fill: float, half: bool) 
         out, final, at = advance(v, beta, later, square(inverse, number), state, table, marks, plan, 0.5)
         kept = jnp.where(above, 0.0, inverse).at[unused].set(0.0)
         out = out.astype(jnp.float32)
-        return (
-            out[:count],
-            final,
-            at[:, 1:],
-            kept,
-            out[count:],
-        )  # at 0 no chunk ends: that state is not written
+        # no chunk ends at boundary 0: the state there is not written
+        return out[:count], final, at[:, 1:], kept, out[count:]
 
     def results(number: float) -> list[np.ndarray]:
         dtypes = work, work, work, jnp.dtype(jnp.float32), jnp.dtype(jnp.float32)
