@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.short_conv.cost import conv_cost
-from pallas_kernels.short_conv.xla import windows_at
 
 TOKENS = 256
 CHANNELS = 512
@@ -55,8 +54,30 @@ def padded(
         interpret=interpret,
         name="short_conv",
     )(lengths, x, weight, earlier)
-    flat, first = x.reshape(-1, channels), tokens * jnp.arange(batch, dtype=jnp.int32)
-    return y, *windows_at(flat.astype(window.dtype), window, first, lengths, boundaries)
+    counts = jnp.minimum(jnp.concatenate([lengths[:, None], boundaries], axis=1), lengths[:, None])
+    windows = _windows(x, window, counts)
+    return y, windows[:, 0], windows[:, 1:]
+
+
+def _windows(x: jax.Array, window: jax.Array, counts: jax.Array) -> jax.Array:
+    """The windows behind as many tokens of each row, [B, M] -> [B, M, W-1, C], one after the other.
+
+    XLA's gather for TPUs copies all of a wide x first.
+    """
+    size, tokens, channels = window.shape[1], x.shape[1], x.shape[2]
+    head = jnp.concatenate([window, x[:, :size].astype(window.dtype)], axis=1)
+
+    def cut(place: tuple[jax.Array, jax.Array]) -> jax.Array:
+        row, count = place
+        early = jax.lax.dynamic_slice(head, (row, jnp.minimum(count, size), 0), (1, size, channels))
+        if tokens < size:
+            return early[0]
+        late = jax.lax.dynamic_slice(x, (row, jnp.maximum(count - size, 0), 0), (1, size, channels))
+        return jnp.where(count < size, early, late.astype(window.dtype))[0]
+
+    batch, many = counts.shape
+    rows = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), many)
+    return jax.lax.map(cut, (rows, counts.reshape(-1))).reshape(batch, many, size, channels)
 
 
 def _body(lengths_ref, x_ref, weight_ref, earlier_ref, y_ref, inputs_ref, *, activation: str | None):
