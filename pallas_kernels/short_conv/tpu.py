@@ -34,8 +34,10 @@ def padded(
     batch, tokens, channels = x.shape
     wide = CHANNELS if channels > CHANNELS else channels
     earlier = jnp.pad(window.astype(jnp.float32), ((0, 0), (EARLIER - window.shape[1], 0), (0, 0)))
+    counts = jnp.minimum(jnp.concatenate([lengths[:, None], boundaries], axis=1), lengths[:, None])
+    many = counts.shape[1]
     block = pl.BlockSpec((1, TOKENS, wide), lambda b, c, t, _: (b, t, c))
-    y = pl.pallas_call(
+    y, windows = pl.pallas_call(
         functools.partial(_body, activation=activation),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -45,42 +47,25 @@ def padded(
                 pl.BlockSpec((len(weight), wide), lambda b, c, t, _: (0, c)),
                 pl.BlockSpec((1, EARLIER, wide), lambda b, c, t, _: (b, 0, c)),
             ],
-            out_specs=block,
+            out_specs=[block, pl.BlockSpec((1, many, EARLIER, wide), lambda b, c, t, _: (b, 0, 0, c))],
             scratch_shapes=[pltpu.VMEM((EARLIER + TOKENS, wide), jnp.float32)],
         ),
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((batch, many, EARLIER, channels), jnp.float32),
+        ],
         cost_estimate=conv_cost(x, weight, window, boundaries.shape[1], activation),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="short_conv",
-    )(lengths, x, weight, earlier)
-    counts = jnp.minimum(jnp.concatenate([lengths[:, None], boundaries], axis=1), lengths[:, None])
-    windows = _windows(x, window, counts)
+    )(counts, x, weight, earlier)
+    windows = windows[:, :, EARLIER - window.shape[1] :].astype(window.dtype)
     return y, windows[:, 0], windows[:, 1:]
 
 
-def _windows(x: jax.Array, window: jax.Array, counts: jax.Array) -> jax.Array:
-    """The windows behind as many tokens of each row, [B, M] -> [B, M, W-1, C], one after the other.
-
-    XLA's gather for TPUs copies all of a wide x first.
-    """
-    size, tokens, channels = window.shape[1], x.shape[1], x.shape[2]
-    head = jnp.concatenate([window, x[:, :size].astype(window.dtype)], axis=1)
-
-    def cut(place: tuple[jax.Array, jax.Array]) -> jax.Array:
-        row, count = place
-        early = jax.lax.dynamic_slice(head, (row, jnp.minimum(count, size), 0), (1, size, channels))
-        if tokens < size:
-            return early[0]
-        late = jax.lax.dynamic_slice(x, (row, jnp.maximum(count - size, 0), 0), (1, size, channels))
-        return jnp.where(count < size, early, late.astype(window.dtype))[0]
-
-    batch, many = counts.shape
-    rows = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), many)
-    return jax.lax.map(cut, (rows, counts.reshape(-1))).reshape(batch, many, size, channels)
-
-
-def _body(lengths_ref, x_ref, weight_ref, earlier_ref, y_ref, inputs_ref, *, activation: str | None):
+def _body(
+    counts_ref, x_ref, weight_ref, earlier_ref, y_ref, windows_ref, inputs_ref, *, activation: str | None
+):
     b, t = pl.program_id(0), pl.program_id(2)
 
     @pl.when(t == 0)
@@ -88,7 +73,7 @@ def _body(lengths_ref, x_ref, weight_ref, earlier_ref, y_ref, inputs_ref, *, act
         inputs_ref[:EARLIER] = earlier_ref[0]
 
     token = t * TOKENS + jax.lax.broadcasted_iota(jnp.int32, (TOKENS, 1), 0)
-    live = token < lengths_ref[b]
+    live = token < counts_ref[b, 0]
     inputs_ref[EARLIER:] = jnp.where(live, x_ref[0].astype(jnp.float32), 0.0)
     taps = weight_ref.shape[0]
 
@@ -99,4 +84,13 @@ def _body(lengths_ref, x_ref, weight_ref, earlier_ref, y_ref, inputs_ref, *, act
     y = functools.reduce(lambda total, tap: total + term(tap), range(1, taps), term(0))
     y = jax.nn.silu(y) if activation == "silu" else y
     y_ref[0] = jnp.where(live, y, 0.0).astype(y_ref.dtype)
+
+    for m in range(windows_ref.shape[1]):
+        within = counts_ref[b, m] - t * TOKENS  # tokens of this block
+
+        @pl.when((within > 0) & (within <= TOKENS) | (within == 0) & (t == 0))
+        def _(m=m, within=within):
+            for row in range(EARLIER):  # a TPU takes single rows from anywhere
+                windows_ref[0, m, row : row + 1] = inputs_ref[pl.ds(within + row, 1)]
+
     inputs_ref[:EARLIER] = inputs_ref[TOKENS:]
