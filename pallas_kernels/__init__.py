@@ -5,8 +5,12 @@ from pallas_kernels.kda import kda_gate, kda_prefill, kda_step, l2_normalize
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.rms_norm import rms_norm, rms_norm_gated
 from pallas_kernels.short_conv import short_conv, short_conv_step
+from pallas_kernels.state_compression import CompressedState, compress_state, decompress_state
 
 __all__ = [
+    "CompressedState",
+    "compress_state",
+    "decompress_state",
     "expert_mlp",
     "kda_gate",
     "kda_prefill",

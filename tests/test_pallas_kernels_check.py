@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
@@ -19,7 +20,9 @@ from pallas_kernels.check.toolchain import Compiled, Kernel, Missing, Toolchain
 from pallas_kernels.kda.tpu import cost
 from pallas_kernels.kda.triton.cost import intra_cost, merge_cost, state_cost, step_cost
 from pallas_kernels.kda.triton.tile import Plan
-from pallas_kernels.shapes import SHAPES
+from pallas_kernels.shapes import SHAPES, Shape
+from pallas_kernels.short_conv.cost import conv_cost
+from pallas_kernels.state_compression.cost import compress_cost, decompress_cost
 
 LOG = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'kda_merge' for 'sm_90a'
@@ -88,22 +91,49 @@ def test_bytes_of_a_tpus_passes_are_those_of_their_arrays() -> None:
         assert counted.bytes_accessed == 32 * wanted, name
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_every_kernel_has_a_case_at_every_shape(platform: str) -> None:
-    forward = ["kda_intra", "kda_merge", "kda_state", "kda_state, boundaries", "kda_prefill"]
-    latents = ["mla_attend, prefill", "mla_attend, decode"]
-    both = {"gpu": [*forward, *latents, "mla_combine"], "tpu": ["kda_chunks", "kda_backward", *latents]}
-    single = {"gpu": ["kda_step"], "tpu": ["kda_chunks, boundaries", "kda_step"]}
-    many = {"gpu": {"kda_prefill": 4}, "tpu": {"kda_backward": 2}}
-    for shape in SHAPES:
-        found = [case for case in cases(shape) if case.platform == platform]
-        assert {(case.kernel, case.dtype) for case in found} == {
-            *((name, dtype) for name in both[platform] for dtype in ("bfloat16", "float32")),
-            *((name, "float32") for name in single[platform]),
-            *((name, "float8_e4m3fn") for name in latents),
-        }
-        assert {case.kernel: case.most_kernels for case in found if case.most_kernels > 1} == many[platform]
-        assert all(case.cost.flops > 0 and case.cost.bytes_accessed > 0 for case in found)
+def test_bytes_of_small_kernels_are_those_of_their_arrays() -> None:
+    x, weight, window = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 100, 6), (4, 6), (2, 3, 6))
+    )
+    # inputs and outputs; taps; two windows in, two out and two at boundaries
+    assert conv_cost(x, weight, window, 1, "silu").bytes_accessed == 2 * (2 * 100 * 6 + 4 * 6 + 3 * 2 * 3 * 6)
+    for count in (compress_cost, decompress_cost):
+        assert count(10, 128).bytes_accessed == 10 * (128 * (4 + 1) + 4)
+
+
+BOTH = ("bfloat16", "float32")
+KERNELS = {
+    "gpu": {
+        **dict.fromkeys(
+            ("kda_intra", "kda_merge", "kda_state", "kda_state, boundaries", "kda_prefill"), BOTH
+        ),
+        **dict.fromkeys(("mla_attend, prefill", "mla_attend, decode"), (*BOTH, "float8_e4m3fn")),
+        **dict.fromkeys(("mla_combine", "short_conv", "short_conv, pack and boundaries"), BOTH),
+        **dict.fromkeys(("kda_step", "compress_state", "decompress_state"), ("float32",)),
+    },
+    "tpu": {
+        **dict.fromkeys(("kda_chunks", "kda_backward", "short_conv"), BOTH),
+        **dict.fromkeys(("mla_attend, prefill", "mla_attend, decode"), (*BOTH, "float8_e4m3fn")),
+        **dict.fromkeys(
+            ("kda_chunks, boundaries", "kda_step", "compress_state", "decompress_state"), ("float32",)
+        ),
+    },
+}
+SEVERAL = {"gpu": {"kda_prefill": 4}, "tpu": {"kda_backward": 2}}
+"""Programs of more than one kernel, and of how many."""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("platform", KERNELS)
+def test_every_kernel_has_a_case_at_every_shape(platform: str, shape: Shape) -> None:
+    found = [case for case in cases(shape) if case.platform == platform]
+    dtypes = {kernel: [case.dtype for case in found if case.kernel == kernel] for kernel in KERNELS[platform]}
+    assert {kernel: sorted(some) for kernel, some in dtypes.items()} == {
+        kernel: sorted(some) for kernel, some in KERNELS[platform].items()
+    }
+    assert {case.kernel for case in found} == set(dtypes)
+    assert {case.kernel: case.most_kernels for case in found if case.most_kernels > 1} == SEVERAL[platform]
+    assert all(case.cost.flops > 0 and case.cost.bytes_accessed > 0 for case in found)
 
 
 def test_targets_have_names_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -10,23 +11,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lowering import CALL, lowered
 from measure import assert_close
 from pallas_kernels import short_conv, short_conv_step
 
 CHANNELS = 19  # no multiple of a vector register
 TAPS = 4
+KERNELS = ["triton-interpret", "tpu-interpret"]
+EACH = pytest.mark.parametrize("implementation", ["reference", "xla", *KERNELS])
+# A kernel's body fixes its order of sums, whatever XLA makes of the program around it.
+BITS = [pytest.param(name, marks=pytest.mark.optimised) for name in ("reference", "xla")]
+EACH_TO_THE_BIT = pytest.mark.parametrize("implementation", [*BITS, *KERNELS])
+PACKS_TO_THE_BIT = pytest.mark.parametrize(
+    "implementation", [*BITS, "triton-interpret"]
+)  # a TPU's takes none
 
 
-def inputs(num_tokens: int, rows: int = 1, seed: int = 0, dtype=np.float32) -> tuple[np.ndarray, ...]:
+def inputs(
+    num_tokens: int, rows: int = 1, seed: int = 0, taps: int = TAPS, channels: int = CHANNELS
+) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(seed)
-    shapes = (rows, num_tokens, CHANNELS), (TAPS, CHANNELS), (rows, TAPS - 1, CHANNELS)
-    return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    shapes = (rows, num_tokens, channels), (taps, channels), (rows, taps - 1, channels)
+    return tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes)
 
 
 def by_hand(x: np.ndarray, weight: np.ndarray, window: np.ndarray) -> np.ndarray:
     """One row in float64 NumPy."""
     history = np.concatenate([window, x]).astype(np.float64)
-    total = np.stack([(weight * history[t : t + TAPS]).sum(0) for t in range(len(x))])
+    total = np.stack([(weight * history[t : t + len(weight)]).sum(0) for t in range(len(x))])
     return total / (1 + np.exp(-total))
 
 
@@ -34,9 +46,12 @@ conv = jax.jit(short_conv, static_argnames=("activation", "implementation"))
 step = jax.jit(short_conv_step)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 9])
-def test_matches_the_formula(num_tokens: int, implementation: str) -> None:
+@pytest.mark.parametrize(
+    "implementation, num_tokens",
+    [(name, tokens) for name in ("reference", "xla") for tokens in (1, 2, 3, 9)]
+    + [(name, tokens) for name in KERNELS for tokens in (1, 9)],
+)
+def test_matches_the_formula(implementation: str, num_tokens: int) -> None:
     x, weight, window = inputs(num_tokens, rows=2)
     y, end = conv(x, weight, window, implementation=implementation)
     for b in range(2):
@@ -46,9 +61,13 @@ def test_matches_the_formula(num_tokens: int, implementation: str) -> None:
     assert_close("silu", by_hand(x[1], weight, window[1]), jax.nn.silu(linear[1]), 2e-7)
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, [0, 0]], ids=["rows", "pack"])
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_no_tokens_leave_the_window(cu_seqlens: list[int] | None, implementation: str) -> None:
+@pytest.mark.parametrize(
+    "implementation, cu_seqlens",
+    [(name, None) for name in ("reference", "xla", *KERNELS)]
+    + [(name, [0, 0]) for name in ("reference", "xla", "triton-interpret")],
+    ids=lambda value: "pack" if isinstance(value, list) else value or "rows",
+)
+def test_no_tokens_leave_the_window(implementation: str, cu_seqlens: list[int] | None) -> None:
     x, weight, window = map(jnp.asarray, inputs(0))
     y, end, at = short_conv(
         x, weight, window, cu_seqlens=cu_seqlens, boundaries=[0], implementation=implementation
@@ -58,13 +77,34 @@ def test_no_tokens_leave_the_window(cu_seqlens: list[int] | None, implementation
     np.testing.assert_array_equal(at[:, 0], window)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 15, 16, 17, 63, 64, 65, 127])
-@pytest.mark.optimised
-def test_split_keeps_every_bit(cut: int) -> None:
-    x, weight, window = inputs(130)
-    whole, end = conv(x, weight, window)
-    head, middle = conv(x[:, :cut], weight, window)
-    tail, split_end = conv(x[:, cut:], weight, middle)
+@pytest.mark.parametrize("num_taps, channels", [(1, 5), (2, 1), (8, 130)])
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_any_number_of_taps_and_channels(implementation: str, num_taps: int, channels: int) -> None:
+    x, weight, window = inputs(21, rows=2, taps=num_taps, channels=channels)
+    lengths, marks = np.array([21, 3]), np.array([0, 1, 20])
+    want = conv(x, weight, window, lengths=lengths, boundaries=marks)
+    got = conv(x, weight, window, lengths=lengths, boundaries=marks, implementation=implementation)
+    assert_close("y", by_hand(x[0], weight, window[0]), got[0][0], 3e-7)
+    assert_close("y", by_hand(x[1, :3], weight, window[1]), got[0][1, :3], 3e-7)
+    for a, b in zip(want[1:], got[1:], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+CUTS = [1, 2, 3, 15, 16, 17, 63, 64, 65, 127]
+
+
+@pytest.mark.parametrize(
+    "implementation, tokens, cut",
+    [pytest.param("xla", 130, cut, marks=pytest.mark.optimised) for cut in CUTS]
+    + [("triton-interpret", 130, cut) for cut in (1, 16, 65)]
+    + [("tpu-interpret", 600, cut) for cut in (1, 256, 300)],  # a block has 256
+)
+def test_split_keeps_every_bit(implementation: str, tokens: int, cut: int) -> None:
+    x, weight, window = inputs(tokens)
+    run = functools.partial(conv, implementation=implementation)
+    whole, end = run(x, weight, window)
+    head, middle = run(x[:, :cut], weight, window)
+    tail, split_end = run(x[:, cut:], weight, middle)
     np.testing.assert_array_equal(jnp.concatenate([head, tail], axis=1), whole)
     np.testing.assert_array_equal(split_end, end)
 
@@ -80,10 +120,10 @@ def test_steps_are_a_prefill_to_the_bit() -> None:
     np.testing.assert_array_equal(state, end)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.optimised
+@EACH_TO_THE_BIT
 def test_padding_is_never_read_and_gives_zero(implementation: str) -> None:
     x, weight, window = inputs(8, rows=5)
+    weight[0, 3] = np.inf  # no padding times this either
     lengths = np.array([0, 1, 2, 5, 8], np.int32)
     dirty = x.copy()
     for b, length in enumerate(lengths):
@@ -112,9 +152,8 @@ PACKS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@PACKS_TO_THE_BIT
 @pytest.mark.parametrize("cu", PACKS.values(), ids=PACKS.keys())
-@pytest.mark.optimised
 def test_a_pack_is_its_sequences(cu: list[int], implementation: str) -> None:
     num = len(cu) - 1
     x, weight, _ = inputs(13)
@@ -137,9 +176,31 @@ def test_a_pack_is_its_sequences(cu: list[int], implementation: str) -> None:
             np.testing.assert_array_equal(y[0, first:last], alone[0])
 
 
-@pytest.mark.parametrize("layout", ["plain", "lengths", "packed"])
+@PACKS_TO_THE_BIT
+def test_a_sequence_keeps_what_is_wrong_to_itself(implementation: str) -> None:
+    """Its tokens and its window; beside it lie an empty one, one shorter than a window, and a longer one."""
+    x, weight, _ = inputs(13)
+    window, cu, sick = inputs(1, rows=5, seed=1)[2], np.array([0, 5, 5, 9, 11, 13]), 2
+    tokens = (np.arange(13) >= 5) & (np.arange(13) < 9)
+    results = []
+    for number in (0.0, np.nan):
+        x[:, tokens], window[sick] = number, number
+        y, *windows = conv(
+            x, weight, window, cu_seqlens=cu, boundaries=np.array([0, 2]), implementation=implementation
+        )
+        results.append((y[:, ~tokens], *(np.delete(w, sick, 0) for w in windows)))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.isfinite(a).all()
+
+
+@pytest.mark.parametrize(
+    "implementation, layout",
+    [(name, layout) for name in ("xla", *KERNELS) for layout in ("plain", "lengths")]
+    + [(name, "packed") for name in ("xla", "triton-interpret")],
+)
 @pytest.mark.parametrize("num_tokens", [1, 2, 6])
-def test_gradients_match_float64(num_tokens: int, layout: str) -> None:
+def test_gradients_match_float64(implementation: str, num_tokens: int, layout: str) -> None:
     rows = 1 if layout == "packed" else 2
     x, weight, window = inputs(num_tokens, rows=rows)
     options = {
@@ -157,7 +218,7 @@ def test_gradients_match_float64(num_tokens: int, layout: str) -> None:
         return sum((o * c.astype(o.dtype)).sum() for o, c in zip(outputs, cotangents))
 
     gradient = jax.jit(jax.grad(loss, (1, 2, 3)), static_argnums=0)
-    got = gradient("xla", x, weight, window)
+    got = gradient(implementation, x, weight, window)
     with jax.enable_x64(True):
         exact = gradient("reference", *(jnp.asarray(a, jnp.float64) for a in (x, weight, window)))
         exact = [np.asarray(a) for a in exact]
@@ -165,12 +226,48 @@ def test_gradients_match_float64(num_tokens: int, layout: str) -> None:
         assert_close(name, reference, mine, 1e-6)
 
 
-def test_bfloat16_sums_in_float32() -> None:
+@EACH
+def test_bfloat16_sums_in_float32(implementation: str) -> None:
     x, weight, window = (jnp.asarray(a, jnp.bfloat16) for a in inputs(9))
-    y, end = conv(x, weight, window)
-    wide, _ = conv(*(a.astype(jnp.float32) for a in (x, weight, window)))
+    run = functools.partial(conv, implementation=implementation)
+    y, end = run(x, weight, window)
+    wide, _ = run(*(a.astype(jnp.float32) for a in (x, weight, window)))
     assert y.dtype == end.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, wide.astype(jnp.bfloat16))
+
+
+@EACH
+def test_windows_keep_their_dtype(implementation: str) -> None:
+    x, weight, window = map(jnp.asarray, inputs(5))
+    y, end, at = conv(
+        x.astype(jnp.bfloat16), weight, window, boundaries=np.array([1]), implementation=implementation
+    )
+    assert y.dtype == jnp.bfloat16 and end.dtype == at.dtype == jnp.float32
+    history = jnp.concatenate([window[0], x[0].astype(jnp.bfloat16).astype(jnp.float32)])
+    np.testing.assert_array_equal(end[0], history[5:])
+    np.testing.assert_array_equal(at[0, 0], history[1:4])
+
+
+@pytest.mark.parametrize("boundaries", [None, [3, 100]], ids=["whole", "boundaries"])
+@pytest.mark.parametrize(
+    "platform, implementation, layout",
+    [("cuda", "triton", layout) for layout in ("rows", "lengths", "pack")]
+    + [("tpu", "tpu", layout) for layout in ("rows", "lengths")],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_it_is_one_kernel(
+    platform: str, implementation: str, dtype: jnp.dtype, layout: str, boundaries: list[int] | None
+) -> None:
+    options = {"rows": {}, "lengths": {"lengths": [192]}, "pack": {"cu_seqlens": [0, 100, 192]}}[layout]
+    sequences = 2 if layout == "pack" else 1
+    shapes = (1, 192, 384), (TAPS, 384), (sequences, TAPS - 1, 384)
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return short_conv(*arrays, boundaries=boundaries, implementation=implementation, **options)
+
+    text = lowered(platform, run, *arrays)
+    assert text.count(CALL[platform]) == 1 and "short_conv" in text
 
 
 @pytest.mark.parametrize(
@@ -184,6 +281,9 @@ def test_bfloat16_sums_in_float32() -> None:
         ({"cu_seqlens": [0, 9]}, "at most 8"),
         ({"boundaries": [9]}, "0..8"),
         ({"implementation": "cuda"}, "reference"),
+        ({"implementation": "triton", "weight": jnp.zeros((9, CHANNELS))}, "up to 8 taps, got W=9"),
+        ({"implementation": "tpu", "cu_seqlens": [0, 8]}, "no packs"),
+        ({"implementation": "triton", "x": jnp.zeros((1, 8, CHANNELS), jnp.float16)}, "got float16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )

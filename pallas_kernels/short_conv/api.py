@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.counts import Counts, as_counts, as_cu_seqlens
 from pallas_kernels.precision import accumulator
-from pallas_kernels.short_conv import reference, xla
+from pallas_kernels.short_conv import pallas, reference, tpu, triton, xla
 
 
 def short_conv(
@@ -39,7 +41,9 @@ def short_conv(
             Not with `cu_seqlens`.
         boundaries: [NB] or [B, NB] ([N, NB] with `cu_seqlens`) int32 token counts of this call, by row or by
             sequence, at which the window is also returned; counts past the end give the window at the end.
-        implementation: "reference", "xla" or None.
+        implementation: "reference", "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs and, without packs, for
+            TPUs, whose gradients are those of "xla"), "triton-interpret" or "tpu-interpret" (their bodies step by
+            step, on any device), or None, which is "xla".
 
     Returns:
         y [B, T, C] in x's dtype (sums are in float32 at least); the window after the last valid token, in the
@@ -48,7 +52,7 @@ def short_conv(
 
     Raises:
         ValueError: shapes or counts do not fit, both `cu_seqlens` and `lengths` are given, or an unknown
-            name.
+            name; a backend's refusal with its reason.
     """
     _check_weight(x, weight, activation)
     batch, num_tokens, _ = x.shape
@@ -62,22 +66,19 @@ def short_conv(
     marks = [] if boundaries is None else boundaries
     marks = as_counts("short_conv: boundaries", marks, (rows, -1), limit=num_tokens)
 
-    compute = accumulator(x.dtype)
-    wide, taps, before = x.astype(compute), weight.astype(compute), start.astype(compute)
-    backends = {
-        "reference": Backend(reference.padded if pack is None else reference.packed),
-        "xla": Backend(xla.padded if pack is None else xla.packed),
-    }
-    run = choose("short_conv", implementation, backends)
-    if pack is None:
+    counts = pack
+    if counts is None:
         valid = [num_tokens] * batch if lengths is None else lengths
-        valid = as_counts("short_conv: lengths", valid, (batch,), limit=num_tokens)
-        y, end, at = run(wide, taps, before, valid, marks, activation)
+        counts = as_counts("short_conv: lengths", valid, (batch,), limit=num_tokens)
+    run = choose("short_conv", implementation, _backends(x, weight, start, pack is not None))
+    if x.size == 0:  # no backend need know of calls without a token
+        result = jnp.zeros_like(x), start, jnp.repeat(start[:, None], marks.shape[1], axis=1)
+    elif pack is None:
+        result = run(x, weight, start, counts, marks, activation)
     else:
-        y, end, at = run(wide[0], taps, before, pack, marks, activation)
-        y = y[None]
-    result = y.astype(x.dtype), end.astype(start.dtype)
-    return result if boundaries is None else (*result, at.astype(start.dtype))
+        y, *windows = run(x[0], weight, start, counts, marks, activation)
+        result = y[None], *windows
+    return result[:2] if boundaries is None else result
 
 
 def short_conv_step(
@@ -102,6 +103,24 @@ def short_conv_step(
     compute = accumulator(x.dtype)
     y, following = xla.step(x.astype(compute), weight.astype(compute), window.astype(compute), activation)
     return y.astype(x.dtype), following.astype(window.dtype)
+
+
+def _backends(x: jax.Array, weight: jax.Array, window: jax.Array, is_pack: bool) -> dict[str, Backend]:
+    """The backends of `short_conv`, each for packs or for padded rows."""
+    plain = xla.packed if is_pack else xla.padded
+    definition = reference.packed if is_pack else reference.padded
+    backends = {
+        "xla": Backend(functools.partial(xla.widened, plain)),
+        "reference": Backend(functools.partial(xla.widened, definition)),
+    }
+    refusal = pallas.refusal(x, weight, window)
+    no_pack = "takes rows, with or without lengths, and no packs" if is_pack else refusal
+    kernels = {"triton": (triton.packed if is_pack else triton.padded, refusal), "tpu": (tpu.padded, no_pack)}
+    for name, (kernel, reason) in kernels.items():
+        for suffix, interpret in (("", False), ("-interpret", True)):
+            run = functools.partial(pallas.convolve, kernel, plain, interpret)
+            backends[name + suffix] = Backend(run, reason)
+    return backends
 
 
 def _check_weight(x: jax.Array, weight: jax.Array, activation: str | None) -> None:

@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.precision import accumulator
+
+
+def widened(
+    run: Callable[..., tuple[jax.Array, jax.Array, jax.Array]],
+    x: jax.Array,
+    weight: jax.Array,
+    window: jax.Array,
+    counts: jax.Array,
+    boundaries: jax.Array,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`run`, which computes in one dtype, in float32 at least; y comes in x's dtype and windows in the window's."""
+    compute = accumulator(x.dtype)
+    wide = (array.astype(compute) for array in (x, weight, window))
+    y, end, at = run(*wide, counts, boundaries, activation)
+    return y.astype(x.dtype), end.astype(window.dtype), at.astype(window.dtype)
 
 
 def taps_sum(taps: list[jax.Array], weight: jax.Array, activation: str | None) -> jax.Array:
@@ -103,8 +123,6 @@ def windows_at(
         boundaries: [N, NB] int32 token counts; counts beyond the length mean the length.
     """
     size = window.shape[1]
-    if not x.shape[0]:
-        return window, jnp.repeat(window[:, None], boundaries.shape[1], axis=1)
     counts = jnp.minimum(jnp.concatenate([lengths[:, None], boundaries], axis=1), lengths[:, None])
     row = counts[..., None] + jnp.arange(size, dtype=jnp.int32)  # [N, 1+NB, W-1]: in window ++ x
     in_window = (row < size)[..., None]

@@ -10,6 +10,8 @@ from pallas_kernels.check.cases.kda_step import kda_step
 from pallas_kernels.check.cases.kda_tpu import kda_tpu
 from pallas_kernels.check.cases.mla_attention import mla_attention
 from pallas_kernels.check.cases.mla_attention_tpu import mla_attention_tpu
+from pallas_kernels.check.cases.short_conv import short_conv
+from pallas_kernels.check.cases.state_compression import state_compression
 from pallas_kernels.shapes import Shape
 
 OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (
@@ -18,6 +20,8 @@ OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (
     kda_tpu,
     mla_attention,
     mla_attention_tpu,
+    short_conv,
+    state_compression,
 )
 
 
