@@ -99,11 +99,15 @@ def _body(token_ref, live_ref, beta_ref, *refs, plan: Plan):
         mine = rows_of(i)
         at = jnp.minimum(token + mine, plan.num_tokens - 1)
         beta = jnp.where(mine < live, beta_ref[at, h].astype(jnp.float32), 0.0)[:, None]
-        key_norms, query_norms = x.key_norms(i)[:, None], x.query_norms(i)[:, None]
+        key_norms, query_norms = x.key_norms(i), x.query_norms(i)
 
         def inside(s, carry):
             """The block with itself, column by column from its last: E is the log decay from a column to each row."""
-            k, q, g = x.keys(mine, s) * key_norms, x.queries(mine, s) * query_norms, x.log2_decays(mine, s)
+            k, q, g = (
+                x.keys(mine, s) * key_norms[:, None],
+                x.queries(mine, s) * query_norms[:, None],
+                x.log2_decays(mine, s),
+            )
 
             def column_of(t, carry):
                 decayed, writes, pairs = carry
@@ -145,15 +149,14 @@ def _body(token_ref, live_ref, beta_ref, *refs, plan: Plan):
 
             writes, pairs = jax.lax.fori_loop(0, plan.slices, slice_of, (zero, zero))
             norms = x.key_norms(j)[None, :]
-            inverse_ref[part(i, j)] = (beta * key_norms * norms * writes).astype(inverse_ref.dtype)
-            pairs_ref[part(i, j)] = (query_norms * norms * pairs).astype(pairs_ref.dtype)
+            inverse_ref[part(i, j)] = (beta * key_norms[:, None] * norms * writes).astype(inverse_ref.dtype)
+            pairs_ref[part(i, j)] = (query_norms[:, None] * norms * pairs).astype(pairs_ref.dtype)
             return carry
 
         jax.lax.fori_loop(0, i, earlier, jnp.int32(0))
         writes, pairs = jax.lax.fori_loop(0, plan.slices, inside, (zero, zero))
-        norms = x.key_norms(i)[None, :]
-        pairs_ref[part(i, i)] = (norms * pairs).astype(pairs_ref.dtype)
-        inverted = invert_block(beta * norms * writes)
+        pairs_ref[part(i, i)] = (key_norms[None, :] * pairs).astype(pairs_ref.dtype)
+        inverted = invert_block(beta * key_norms[None, :] * writes)
         inverse_ref[part(i, i)] = inverted.astype(inverse_ref.dtype)
         invert_row(inverse_ref, i, inverted, plan)
         return carry

@@ -14,6 +14,11 @@ from jax.lax import Precision
 BLOCK = 16
 """Rows of a sub-chunk: the smallest operand of a matrix unit, and what one substitution inverts."""
 
+LOG2_E = 1.4426950408889634
+
+MIN_LOG2_DECAY = -160.0
+"""exp2 of it is 0 in float32; more would only cost digits of the sums it stands in."""
+
 Columns: TypeAlias = slice | pl.Slice
 
 
@@ -103,3 +108,8 @@ def read(ref, token, live, rows: jax.Array, plan: Plan, columns: Columns) -> jax
     """The chunk's `rows`, one or [R], of an array [tokens, ...], float32; those that are not its own are zeros."""
     at = jnp.minimum(token + rows, plan.num_tokens - 1)
     return jnp.where(own(rows, live), ref[at, columns].astype(jnp.float32), 0.0)
+
+
+def in_log2(g: jax.Array) -> jax.Array:
+    """Natural log decays in base 2, bounded below."""
+    return jnp.maximum(g * LOG2_E, MIN_LOG2_DECAY)

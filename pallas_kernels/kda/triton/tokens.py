@@ -10,12 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.kda.gate import NORM_EPS, log_decay
-from pallas_kernels.kda.triton.tile import BLOCK, Columns, Plan, own, read, rows_of
-
-LOG2_E = 1.4426950408889634
-
-MIN_LOG2_DECAY = -160.0
-"""exp2 of it is 0 in float32; more would only cost digits of the sums it stands in."""
+from pallas_kernels.kda.triton.tile import BLOCK, Columns, Plan, in_log2, own, read, rows_of
 
 
 class Tokens:
@@ -46,9 +41,7 @@ class Tokens:
     def log2_decays(self, rows: jax.Array, s) -> jax.Array:
         """Slice s of the rows' log decays in base 2, bounded below."""
         g = self._read(self.g_ref, rows, self._channels(self.head, s))
-        if self.plan.gated:
-            g = jnp.where(own(rows, self.live), self._gate(g, s), 0.0)
-        return jnp.maximum(g * LOG2_E, MIN_LOG2_DECAY)
+        return in_log2(jnp.where(own(rows, self.live), self._gate(g, s), 0.0) if self.plan.gated else g)
 
     def query_norms(self, block) -> jax.Array:
         """What a block's queries are to be multiplied by, [16]."""
