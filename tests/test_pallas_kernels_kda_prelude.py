@@ -99,7 +99,8 @@ def test_halves_within_their_bounds(case: str, equal: bool) -> None:
     want, final = in_float64(tuple(x), bound)
     out, state = compiled(bound=bound, implementation="triton-interpret")(*x)
     assert out.dtype == jnp.bfloat16 and state.dtype == jnp.float32
-    assert_close("out", want, out, 2e-2 if equal else 3e-3)
+    # rounding the output takes 1.7e-3 of it
+    assert_close("out", want, out, 2e-2 if equal else 2.3e-3)
     assert_close("state", final, state, 2e-2 if equal else 3e-3)
 
 

@@ -50,8 +50,8 @@ def fused(
     plan = Plan(
         num_tokens=total,
         heads=heads,
-        keys=_round_up(keys, 2 * BLOCK),
-        values=_round_up(values, 2 * BLOCK),
+        keys=round_up(keys, 2 * BLOCK),
+        values=round_up(values, 2 * BLOCK),
         chunk=chunk or CHUNK,
         work=x.v.dtype if half else jnp.dtype(jnp.float32),
         interpret=interpret,
@@ -62,9 +62,9 @@ def fused(
     )
     asked = jnp.zeros((pack.first.shape[0], 0), jnp.int32) if boundaries is None else boundaries
     table, marks = mark(make_table(pack, total, plan.chunk), pack, asked, plan.chunk)
-    q, k, g = (_flat(y, plan.keys) for y in (x.q, x.k, x.g))
+    q, k, g = (flat(y, plan.keys) for y in (x.q, x.k, x.g))
     if gate is not None and gate.dt_bias is not None:
-        gate = gate._replace(dt_bias=_flat(gate.dt_bias[None, None], plan.keys)[0])
+        gate = gate._replace(dt_bias=flat(gate.dt_bias[None, None], plan.keys)[0])
     beta = x.beta.reshape(total, heads)
     missing = (plan.keys - keys, plan.values - values)
     states = (
@@ -72,28 +72,28 @@ def fused(
     )
 
     matrices = intra(q, k, g, beta, table, plan, gate)
-    v = _flat(x.v, plan.values)
+    v = flat(x.v, plan.values)
     out, finals, at = advance(v, beta, matrices, states, table, marks, plan, scale)
 
     if not whole:
-        out = jnp.where(_owned(pack, total)[:, None], out, 0)
+        out = jnp.where(owned(pack, total)[:, None], out, 0)
     out = out.reshape(batch, tokens, heads, plan.values)[..., :values]
     at = jnp.where(marks.holder[..., None, None, None] < 0, states[:, None], at)
     inside = (..., slice(keys), slice(values))
     return out, finals[inside], None if boundaries is None else at[inside]
 
 
-def _round_up(size: int, step: int) -> int:
+def round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def _flat(x: jax.Array, channels: int) -> jax.Array:
+def flat(x: jax.Array, channels: int) -> jax.Array:
     """[B, T, H, C] as [B * T, H * channels], with zeros behind each head's own channels."""
     x = jnp.pad(x, ((0, 0),) * 3 + ((0, channels - x.shape[3]),)) if channels != x.shape[3] else x
     return x.reshape(x.shape[0] * x.shape[1], -1)
 
 
-def _owned(pack: Pack, total: int) -> jax.Array:
+def owned(pack: Pack, total: int) -> jax.Array:
     """Which tokens belong to a sequence, [tokens]."""
     token = jnp.arange(total, dtype=jnp.int32)
     return ((token >= pack.first[:, None]) & (token < (pack.first + pack.count)[:, None])).any(axis=0)
