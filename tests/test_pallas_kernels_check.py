@@ -18,30 +18,30 @@ from pallas_kernels.check.cases import cases
 from pallas_kernels.check.targets import TARGETS
 from pallas_kernels.check.toolchain import Compiled, Kernel, Missing, Toolchain
 from pallas_kernels.kda.tpu import cost
-from pallas_kernels.kda.triton.cost import intra_cost, merge_cost, state_cost, step_cost
+from pallas_kernels.kda.triton.cost import intra_cost, state_cost, step_cost
 from pallas_kernels.kda.triton.tile import Plan
 from pallas_kernels.shapes import SHAPES, Shape
 from pallas_kernels.short_conv.cost import conv_cost
 from pallas_kernels.state_compression.cost import compress_cost, decompress_cost
 
 LOG = """ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'kda_merge' for 'sm_90a'
-ptxas info    : Function properties for kda_merge
+ptxas info    : Compiling entry function 'kda_intra' for 'sm_90a'
+ptxas info    : Function properties for kda_intra
     8 bytes stack frame, 272 bytes spill stores, 4 bytes spill loads
 ptxas info    : Used 168 registers, used 1 barriers
 ptxas info    : Compiling entry function 'loop_add_fusion' for 'sm_90a'
 ptxas info    : Function properties for loop_add_fusion
     8 bytes stack frame, 16 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 12 registers
-ptxas info    : Compiling entry function 'kda_merge' for 'sm_90a'
-ptxas info    : Function properties for kda_merge
+ptxas info    : Compiling entry function 'kda_intra' for 'sm_90a'
+ptxas info    : Function properties for kda_intra
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 170 registers
 """
 
 
 def test_the_last_word_of_the_assembler_counts() -> None:
-    assert gpu.parse(LOG) == (Kernel("kda_merge", 170, 0), Kernel("loop_add_fusion", 12, 16))
+    assert gpu.parse(LOG) == (Kernel("kda_intra", 170, 0), Kernel("loop_add_fusion", 12, 16))
     assert gpu.parse("") == ()
 
 
@@ -61,19 +61,27 @@ def test_a_tpus_kernels_are_those_that_its_module_calls() -> None:
 
 
 def test_bytes_of_a_forward_are_those_of_its_arrays() -> None:
-    plan = Plan(8192, 32, 128, 128, work=jnp.dtype(jnp.bfloat16))
+    half, single = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
     tokens = 8192 * 32
-    per_token = {
-        "intra": intra_cost(plan, 128, jnp.dtype(jnp.bfloat16)).bytes_accessed / tokens,
-        "merge": merge_cost(plan, 128).bytes_accessed / tokens,
-        "state": state_cost(plan, 128, 0, 0, jnp.dtype(jnp.bfloat16)).bytes_accessed / tokens,
-    }
-    # q, k, g, beta; A and Aqk below the diagonal; kw, qe, ke; decay
-    assert per_token["intra"] == 256 + 256 + 512 + 4 + (160 + 80) + 3 * 256 + 8
-    assert per_token["merge"] == 2 * 160
-    # v and out; kw, qe, ke; beta; (I + A)^-1 and Aqk; decay
-    assert per_token["state"] == 2 * 256 + 3 * 256 + 4 + (160 + 80) + 8
-    assert sum(per_token.values()) < 3900  # inputs and outputs alone are 1540
+
+    def per_token(decays: jnp.dtype, **prelude: Any) -> tuple[float, float]:
+        plan = Plan(8192, 32, 128, 128, work=half, **prelude)
+        costs = intra_cost(plan, 128, half, decays), state_cost(plan, 128, 0, 0, half)
+        intra, state = (cost.bytes_accessed / tokens for cost in costs)
+        return intra, state
+
+    # q, k; log decays; beta; (I + A)^-1 in float32 and Aqk in bfloat16; kw, qe, ke; decay
+    # v, out; beta; the same matrices
+    squares = 160 + 80
+    given = per_token(single)
+    assert given == (2 * 256 + 512 + 4 + squares + 3 * 256 + 8, 2 * 256 + 4 + squares + 3 * 256 + 8)
+    # L2 norm and gate inside: raw projections in half precision, both squares in float16
+    squares = 80 + 80
+    inside = per_token(half, qk_l2norm=True, gated=True)
+    assert inside == (2 * 256 + 256 + 4 + squares + 3 * 256 + 8, 2 * 256 + 4 + squares + 3 * 256 + 8)
+    assert (sum(given), sum(inside)) == (3576, 3160)  # inputs and outputs alone are 1540 and 1284
+    shared = per_token(half, qk_l2norm=True, gated=True, repeats=4)
+    assert shared == (inside[0] - 2 * 192, inside[1])  # four value heads read a query and key head once
     assert step_cost(1, 1, 128, 128).bytes_accessed == 2 * 4 * 128**2 + 4 * (3 * 128 + 2 * 128 + 1)
 
 
@@ -104,9 +112,7 @@ def test_bytes_of_small_kernels_are_those_of_their_arrays() -> None:
 BOTH = ("bfloat16", "float32")
 KERNELS = {
     "gpu": {
-        **dict.fromkeys(
-            ("kda_intra", "kda_merge", "kda_state", "kda_state, boundaries", "kda_prefill"), BOTH
-        ),
+        **dict.fromkeys(("kda_intra", "kda_state", "kda_state, boundaries", "kda_prefill"), BOTH),
         **dict.fromkeys(("mla_attend, prefill", "mla_attend, decode"), (*BOTH, "float8_e4m3fn")),
         **dict.fromkeys(("mla_combine", "short_conv", "short_conv, pack and boundaries"), BOTH),
         **dict.fromkeys(("kda_step", "compress_state", "decompress_state"), ("float32",)),
@@ -183,7 +189,7 @@ FINE, SPILLED, ON_TPU = Kernel("kda_step", 255, 0), Kernel("kda_step", 255, 8), 
             "kda_step, float32, small, sm_90a: spills 8 bytes a thread, 0 are allowed",
         ),
         ("sm_90a", (FINE,), 61.0, "took 61 s to compile, 60 are allowed"),
-        ("sm_90a", (Kernel("kda_merge", 9, 0),), 1.0, "kda_step is not in the program, only ['kda_merge']"),
+        ("sm_90a", (Kernel("kda_intra", 9, 0),), 1.0, "kda_step is not in the program, only ['kda_intra']"),
         ("sm_90a", (FINE, Kernel("add", 9, 0)), 1.0, "runs 2 kernels, 1 are allowed: ['add', 'kda_step']"),
         ("sm_90a", ValueError("no such thing\nmore"), 1.0, "does not compile: no such thing"),
         ("sm_90a", (FINE,), 1.0, None),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from lowering import CALL, lowered
-from pallas_kernels import kda_prefill, kda_step
+from pallas_kernels import Gate, kda_prefill, kda_step
 
 HEADS, KEYS = 4, 128
 
@@ -19,7 +19,7 @@ def sequence(tokens: int, dtype: jnp.dtype, keys: int, values: int) -> list[jax.
     return [*whole, jax.ShapeDtypeStruct((1, tokens, HEADS), jnp.float32)]
 
 
-KERNELS = {"cuda": ("triton", ["kda_intra", "kda_merge", "kda_state"]), "tpu": ("tpu", ["kda_chunks"])}
+KERNELS = {"cuda": ("triton", ["kda_intra", "kda_state"]), "tpu": ("tpu", ["kda_chunks"])}
 
 
 @pytest.mark.parametrize("boundaries", [None, [100, 64]], ids=["whole", "boundaries"])
@@ -54,6 +54,26 @@ def test_a_gradient_is_its_kernels(packed: bool, dtype: jnp.dtype, keys: int, va
     text = lowered("tpu", gradient, *sequence(192, dtype, keys, values))
     assert text.count(CALL["tpu"]) == 3
     assert all(kernel in text for kernel in ("kda_chunks", "kda_states", "kda_backward"))
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_the_prelude_is_inside_the_kernels(repeats: int, dtype: jnp.dtype, lower_bound: float | None) -> None:
+    """Beside them the program neither computes nor copies anything of the tokens."""
+    q, k, v, _, beta = sequence(192, dtype, KEYS, KEYS)
+    q, k = (jax.ShapeDtypeStruct((1, 192, HEADS // repeats, KEYS), dtype) for _ in (q, k))
+    z = jax.ShapeDtypeStruct(v.shape, dtype)
+    parameters = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((HEADS,), (HEADS, KEYS)))
+
+    def run(q, k, v, z, beta, A_log, bias):
+        gate = Gate(A_log, bias, lower_bound)
+        return kda_prefill(q, k, v, z, beta, qk_l2norm=True, gate=gate, implementation="triton")
+
+    text = lowered("cuda", run, q, k, v, z, beta, *parameters)
+    assert text.count(CALL["cuda"]) == 2
+    sized = [line for line in text.splitlines() if "stablehlo." in line and "192x" in line]
+    assert sized and all("stablehlo.reshape" in line or CALL["cuda"] in line for line in sized)
 
 
 @pytest.mark.parametrize("keys", [KEYS, 96])

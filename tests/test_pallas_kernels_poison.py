@@ -14,7 +14,6 @@ from pallas_kernels import kda_prefill, kda_step
 from pallas_kernels.kda.reference import Pack
 from pallas_kernels.kda.table import make_table, mark
 from pallas_kernels.kda.triton.intra import Matrices, intra
-from pallas_kernels.kda.triton.merge import merge
 from pallas_kernels.kda.triton.state import advance
 from pallas_kernels.kda.triton.tile import BLOCK, Plan
 
@@ -196,15 +195,13 @@ def test_what_one_kernel_leaves_the_next_does_not_read(fill: float, half: bool) 
     @jax.jit
     def run(q, k, v, g, beta, number):
         made = intra(q, k, g, beta, table, plan)
-        writes, pairs = square(made.writes, number), square(made.pairs, number)
-        inverse = merge(writes, plan)
-        later = Matrices(writes, pairs, *(chunks(x, number) for x in made[2:]))
+        squares = (square(x, number) for x in (made.inverse, made.pairs))
+        later = Matrices(*squares, *(chunks(x, number) for x in made[2:]))
         state = jnp.asarray(arrays.state)
-        out, final, at = advance(v, beta, later, square(inverse, number), state, table, marks, plan, 0.5)
-        kept = jnp.where(above, 0.0, inverse).at[unused].set(0.0)
+        out, final, at = advance(v, beta, later, state, table, marks, plan, 0.5)
         out = out.astype(jnp.float32)
         # no chunk ends at boundary 0: the state there is not written
-        return out[:count], final, at[:, 1:], kept, out[count:]
+        return out[:count], final, at[:, 1:], out[count:]
 
     def results(number: float) -> list[np.ndarray]:
         dtypes = work, work, work, jnp.dtype(jnp.float32), jnp.dtype(jnp.float32)

@@ -12,7 +12,8 @@ from jax.core import Tracer
 
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.kda import pallas, reference, tpu, triton, xla
-from pallas_kernels.kda.gate import l2_normalize
+from pallas_kernels.kda.gate import Gate, check_gate
+from pallas_kernels.kda.prelude import Prelude, prepare
 from pallas_kernels.kda.reference import Pack
 
 Array = jax.Array | np.ndarray
@@ -29,6 +30,7 @@ def kda_prefill(
     *,
     scale: float | None = None,
     qk_l2norm: bool = False,
+    gate: Gate | None = None,
     cu_seqlens: Counts | None = None,
     start: Counts | None = None,
     lengths: Counts | None = None,
@@ -46,11 +48,14 @@ def kda_prefill(
     Args:
         q, k: [B, T, H, K], float32 or bfloat16, used as given unless `qk_l2norm`.
         v: [B, T, HV, V]; HV is a multiple of H, and value head i reads query and key head i // (HV // H).
-        g: log decay, float32, [B, T, HV, K], <= 0; -inf forgets everything.
+        g: log decay, float32, [B, T, HV, K], <= 0; -inf forgets everything. With `gate` the raw projection, any float
+            dtype.
         beta: write strength, [B, T, HV], in 0..1 (2 with negative eigenvalues allowed).
         state: float32 [B, HV, K, V]; [N, HV, K, V] with `cu_seqlens`; None is zeros.
         scale: multiplies q, a static number; default K ** -0.5.
-        qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
+        qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first. Kernels that do so on the way in do not round
+            what they divide to q's dtype.
+        gate: take the log decay from g here, as `kda_gate` does. With its `lower_bound` g needs no other promise.
         cu_seqlens: [N + 1] int32, non-decreasing, from 0: sequence n is tokens [cu[n], cu[n+1]) of a batch of one.
             Sequences may be empty, tokens behind the last one are padding.
         start: [B] ([N]) int32: tokens the state has absorbed before this call; None means none (or a multiple of the
@@ -76,7 +81,8 @@ def kda_prefill(
     """
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
     state = None if state is None else jnp.asarray(state)
-    batch, tokens, value_heads, values, repeats = _check_sequence(q, k, v, g, beta)
+    gate = _gate(g, gate)
+    batch, tokens, value_heads, values = _check_sequence(q, k, v, g, beta, gated=gate is not None)
     pack = _pack(batch, tokens, cu_seqlens, start, lengths)
     sequences = batch if cu_seqlens is None or pack is None else pack.first.shape[0]
     shape = (sequences, value_heads, q.shape[-1], values)
@@ -98,17 +104,18 @@ def kda_prefill(
         "kda_prefill",
         implementation,
         {
-            "xla": Backend(xla.prefill, _xla_refusal(q, v, state)),
+            "xla": Backend(functools.partial(_prepared, xla.prefill), _xla_refusal(q, v, state)),
             **_pallas_backends(state),
-            "reference": Backend(_reference_prefill),
+            "reference": Backend(functools.partial(_prepared, _reference_prefill)),
         },
     )
     if q.size == 0:  # no backend need know of calls without a token
         marked = () if at is None else (jnp.repeat(state[:, None], at.shape[1], axis=1),)
         return jnp.zeros(v.shape, v.dtype), state, *marked
-    q, k = _ready_queries_keys(q, k, qk_l2norm, repeats)
-    scale = _scale(q, scale)
-    out, final, states = run(q, k, v, g, beta, state, pack, at, scale, gate_lower_bound, chunk_size)
+    prelude, scale = Prelude(qk_l2norm, gate), _scale(q, scale)
+    if gate_lower_bound is None and gate is not None:
+        gate_lower_bound = gate.lower_bound
+    out, final, states = run(q, k, v, g, beta, state, prelude, pack, at, scale, gate_lower_bound, chunk_size)
     return (out, final) if boundaries is None else (out, final, states)
 
 
@@ -123,16 +130,17 @@ def kda_step(
     slots: Counts | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
+    gate: Gate | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One token of `kda_prefill` for a batch.
 
     Args:
-        q, k: [B, H, K]; v: [B, HV, V]; g: float32 [B, HV, K]; beta: [B, HV].
+        q, k: [B, H, K]; v: [B, HV, V]; g: [B, HV, K]; beta: [B, HV]; dtypes as in `kda_prefill`.
         state: float32 [B, HV, K, V], a state a row; with `slots` a pool of them, [S, HV, K, V].
         slots: [B] int32, each row's place in the pool, no place twice; a negative one marks a row of padding, which
             changes nothing and gives 0.
-        scale, qk_l2norm, implementation: as in `kda_prefill`.
+        scale, qk_l2norm, gate, implementation: as in `kda_prefill`.
 
     Returns:
         out [B, HV, V] in v.dtype and the new state (the whole pool; donate it, and it is written in place). Equal to a
@@ -142,7 +150,10 @@ def kda_step(
         ValueError: shapes that do not fit.
     """
     q, k, v, g, beta, state = map(jnp.asarray, (q, k, v, g, beta, state))
-    batch, _, value_heads, values, repeats = _check_sequence(*(x[:, None] for x in (q, k, v, g, beta)))
+    gate = _gate(g, gate)
+    batch, _, value_heads, values = _check_sequence(
+        *(x[:, None] for x in (q, k, v, g, beta)), gated=gate is not None
+    )
     shape = (batch if slots is None else state.shape[0], value_heads, q.shape[-1], values)
     if state.shape != shape:
         raise ValueError(
@@ -164,7 +175,7 @@ def kda_step(
     )
     if batch == 0:  # no backend need know of it
         return jnp.zeros(v.shape, v.dtype), state
-    q, k = _ready_queries_keys(q, k, qk_l2norm, repeats)
+    q, k, g = prepare(Prelude(qk_l2norm, gate), q, k, g)
     work = state.dtype
     q = q.astype(work) * _scale(q, scale)
     out, new = run(q, *(x.astype(work) for x in (k, v, g, beta)), state, places)
@@ -173,12 +184,21 @@ def kda_step(
 
 def _pallas_backends(state: jax.Array) -> dict[str, Backend]:
     """The kernels' backends of `kda_prefill`, each also step by step on any device."""
-    kernels = {"triton": pallas.Kernels(triton.forward), "tpu": pallas.Kernels(tpu.forward, tpu.backward)}
+    kernels = {
+        "triton": pallas.Kernels(triton.forward, fused=triton.fused),
+        "tpu": pallas.Kernels(tpu.forward, tpu.backward),
+    }
     return {
         name + suffix: Backend(functools.partial(pallas.prefill, each, interpret), pallas.refusal(state))
         for name, each in kernels.items()
         for suffix, interpret in (("", False), ("-interpret", True))
     }
+
+
+def _prepared(run: Callable[..., pallas.Results], q, k, v, g, beta, states, prelude, *rest) -> pallas.Results:
+    """A backend of `kda_prefill` that is handed what is ready."""
+    q, k, g = prepare(prelude, q, k, g)
+    return run(q, k, v, g, beta, states, *rest)
 
 
 def _step_at(
@@ -199,8 +219,18 @@ def _step_at(
     return jnp.where((slots < 0)[:, None, None], 0, out), state.at[place].set(new, mode="drop")
 
 
-def _check_sequence(q, k, v, g, beta) -> tuple[int, int, int, int, int]:
-    """Returns B, T, HV, V and HV // H, or says which shape is wrong."""
+def _gate(g: jax.Array, gate: Gate | None) -> Gate | None:
+    """The gate's arrays as JAX's, or says what is wrong with them."""
+    if gate is None:
+        return None
+    bias = None if gate.dt_bias is None else jnp.asarray(gate.dt_bias)
+    gate = Gate(jnp.asarray(gate.A_log), bias, gate.lower_bound)
+    check_gate(g, gate)
+    return gate
+
+
+def _check_sequence(q, k, v, g, beta, *, gated: bool) -> tuple[int, int, int, int]:
+    """Returns B, T, HV and V, or says which shape is wrong."""
     if q.ndim != 4 or q.shape != k.shape:
         raise ValueError(f"q and k must be [B, T, H, K] and alike, got {q.shape} and {k.shape}")
     if v.ndim != 4 or v.shape[:2] != q.shape[:2]:
@@ -213,11 +243,11 @@ def _check_sequence(q, k, v, g, beta) -> tuple[int, int, int, int, int]:
         raise ValueError(f"g must be [B, T, HV, K] = {(batch, tokens, value_heads, channels)}, got {g.shape}")
     if beta.shape != (batch, tokens, value_heads):
         raise ValueError(f"beta must be [B, T, HV] = {(batch, tokens, value_heads)}, got {beta.shape}")
-    if g.dtype not in (jnp.float32, jnp.float64):
+    if not gated and g.dtype not in (jnp.float32, jnp.float64):
         raise ValueError(
             f"g is a log decay in float32, got {g.dtype}; compute the gate in float32 (kda_gate does)"
         )
-    return batch, tokens, value_heads, v.shape[3], value_heads // heads
+    return batch, tokens, value_heads, v.shape[3]
 
 
 def _counts(name: str, values: Counts, shape: tuple[int, ...]) -> jax.Array:
@@ -268,14 +298,6 @@ def _boundaries(boundaries: Counts, sequences: int, tokens: int) -> jax.Array:
 
 def _scale(q: jax.Array, scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
-
-
-def _ready_queries_keys(q, k, qk_l2norm, repeats) -> tuple[jax.Array, jax.Array]:
-    if qk_l2norm:
-        q, k = l2_normalize(q), l2_normalize(k)
-    if repeats > 1:
-        q, k = (jnp.repeat(x, repeats, axis=-2) for x in (q, k))
-    return q, k
 
 
 def _xla_refusal(q, v, state) -> str | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kda import xla
+from pallas_kernels.kda.gate import Gate
+from pallas_kernels.kda.prelude import Prelude, prepare
 from pallas_kernels.kda.reference import Pack
 
 Results: TypeAlias = tuple[jax.Array, jax.Array, jax.Array | None]
@@ -54,8 +56,27 @@ class Forward(Protocol):
 
 
 @runtime_checkable
+class Fused(Protocol):
+    """A `Forward` that does the prelude itself."""
+
+    def __call__(
+        self,
+        x: Sequence,
+        prelude: Prelude,
+        pack: Pack | None,
+        boundaries: jax.Array | None,
+        *,
+        scale: float,
+        chunk: int | None,
+        interpret: bool,
+    ) -> Results:
+        """As `Forward`, of q and k [B, T, HV / r, K] for any r, and of g as the prelude says."""
+        ...
+
+
+@runtime_checkable
 class Backward(Protocol):
-    """What a backend may bring beside it."""
+    """What a backend may bring beside it. It is handed what `prepare` made, whatever the forward pass does itself."""
 
     def __call__(
         self,
@@ -79,16 +100,25 @@ class Backward(Protocol):
 
 
 class Kernels(NamedTuple):
-    """A backend; without a backward pass of its own it has the gradient of the backend "xla"."""
+    """A backend.
+
+    Attributes:
+        forward: of what is ready.
+        backward: None takes the gradient of the backend "xla".
+        fused: runs in the place of `forward`, when there is one.
+    """
 
     forward: Forward
     backward: Backward | None = None
+    fused: Fused | None = None
 
 
 class Form(NamedTuple):
     """The static choices of a call."""
 
     kernels: Kernels
+    qk_l2norm: bool
+    lower_bound: float | None  # of the gate
     scale: float
     gate_lower_bound: float | None
     chunk: int | None
@@ -109,6 +139,7 @@ def prefill(
     g: jax.Array,
     beta: jax.Array,
     states: jax.Array,
+    prelude: Prelude,
     pack: Pack | None,
     boundaries: jax.Array | None,
     scale: float,
@@ -116,33 +147,53 @@ def prefill(
     chunk_size: int | None,
 ) -> Results:
     """A backend of `kda_prefill` out of its kernels; `interpret` runs it step by step on any device."""
-    form = Form(kernels, scale, gate_lower_bound, chunk_size, interpret)
-    return _run(form, Sequence(q, k, v, g, beta, states), pack, boundaries)
+    gate = prelude.gate
+    bound = None if gate is None else gate.lower_bound
+    form = Form(kernels, prelude.qk_l2norm, bound, scale, gate_lower_bound, chunk_size, interpret)
+    arrays = None if gate is None else gate._replace(lower_bound=None)
+    return _run(form, Sequence(q, k, v, g, beta, states), arrays, pack, boundaries)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array | None) -> Results:
-    run = form.kernels.forward
-    return run(x, pack, boundaries, scale=form.scale, chunk=form.chunk, interpret=form.interpret)
+def _run(
+    form: Form, x: Sequence, gate: Gate | None, pack: Pack | None, boundaries: jax.Array | None
+) -> Results:
+    prelude, options = _prelude(form, gate), _options(form)
+    if form.kernels.fused is not None:
+        return form.kernels.fused(x, prelude, pack, boundaries, **options)
+    q, k, g = prepare(prelude, x.q, x.k, x.g)
+    return form.kernels.forward(x._replace(q=q, k=k, g=g), pack, boundaries, **options)
 
 
-def _run_fwd(form: Form, x: Sequence, pack: Pack | None, boundaries: jax.Array | None):
+def _prelude(form: Form, gate: Gate | None) -> Prelude:
+    return Prelude(form.qk_l2norm, None if gate is None else gate._replace(lower_bound=form.lower_bound))
+
+
+def _options(form: Form) -> dict[str, Any]:
+    return {"scale": form.scale, "chunk": form.chunk, "interpret": form.interpret}
+
+
+def _run_fwd(form: Form, x: Sequence, gate: Gate | None, pack: Pack | None, boundaries: jax.Array | None):
     if boundaries is not None:
         raise NotImplementedError(
             "kda_prefill: no gradients with boundaries; cut the call at the boundary instead"
         )
-    return _run(form, x, pack, None), (x, pack)
+    return _run(form, x, gate, pack, None), (x, gate, pack)
 
 
 def _run_bwd(form: Form, residuals, cotangents):
-    x, pack = residuals
+    x, gate, pack = residuals
+    (q, k, g), pull_back = jax.vjp(
+        lambda q, k, g, gate: prepare(_prelude(form, gate), q, k, g), x.q, x.k, x.g, gate
+    )
+    x = x._replace(q=q, k=k, g=g)
     if form.kernels.backward is None:
         dx = _xla_gradient(form, x, pack, cotangents[:2])
     else:
-        run = form.kernels.backward
-        dx = run(x, pack, *cotangents[:2], scale=form.scale, chunk=form.chunk, interpret=form.interpret)
+        dx = form.kernels.backward(x, pack, *cotangents[:2], **_options(form))
+    dq, dk, dg, dgate = pull_back((dx.q, dx.k, dx.g))
     none = None if pack is None else jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), pack)
-    return dx, none, None
+    return dx._replace(q=dq, k=dk, g=dg), dgate, none, None
 
 
 def _xla_gradient(form: Form, x: Sequence, pack: Pack | None, cotangents) -> Sequence:

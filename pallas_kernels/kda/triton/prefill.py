@@ -1,4 +1,4 @@
-"""The forward pass of three kernels."""
+"""The forward pass of two kernels."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda.pallas import Results, Sequence
+from pallas_kernels.kda.prelude import Prelude
 from pallas_kernels.kda.reference import Pack
 from pallas_kernels.kda.table import make_table, mark, whole_rows
 from pallas_kernels.kda.triton.intra import intra
-from pallas_kernels.kda.triton.merge import merge
 from pallas_kernels.kda.triton.state import advance
 from pallas_kernels.kda.triton.tile import BLOCK, Plan
 
@@ -26,8 +26,23 @@ def forward(
     interpret: bool,
 ) -> Results:
     """A `pallas.Forward`; `chunk` is 16, 32 or 64, None for 64."""
-    batch, tokens, heads, keys = x.q.shape
+    return fused(x, Prelude(), pack, boundaries, scale=scale, chunk=chunk, interpret=interpret)
+
+
+def fused(
+    x: Sequence,
+    prelude: Prelude,
+    pack: Pack | None,
+    boundaries: jax.Array | None,
+    *,
+    scale: float,
+    chunk: int | None,
+    interpret: bool,
+) -> Results:
+    """A `pallas.Fused`; `chunk` is 16, 32 or 64, None for 64."""
+    batch, tokens, heads, keys = x.g.shape
     values, total = x.v.shape[3], batch * tokens
+    gate = prelude.gate
     whole = pack is None
     if pack is None:
         pack = whole_rows(batch, tokens)
@@ -35,45 +50,50 @@ def forward(
     plan = Plan(
         num_tokens=total,
         heads=heads,
-        keys=_round_up(keys, 2 * BLOCK),
-        values=_round_up(values, 2 * BLOCK),
+        keys=round_up(keys, 2 * BLOCK),
+        values=round_up(values, 2 * BLOCK),
         chunk=chunk or CHUNK,
         work=x.v.dtype if half else jnp.dtype(jnp.float32),
         interpret=interpret,
+        repeats=heads // x.q.shape[2],
+        qk_l2norm=prelude.qk_l2norm,
+        gated=gate is not None,
+        lower_bound=None if gate is None else gate.lower_bound,
     )
     asked = jnp.zeros((pack.first.shape[0], 0), jnp.int32) if boundaries is None else boundaries
     table, marks = mark(make_table(pack, total, plan.chunk), pack, asked, plan.chunk)
-    q, k, g = (_flat(y, plan.keys) for y in (x.q, x.k, x.g))
-    beta = x.beta.reshape(total, heads).astype(jnp.float32)
+    q, k, g = (flat(y, plan.keys) for y in (x.q, x.k, x.g))
+    if gate is not None and gate.dt_bias is not None:
+        gate = gate._replace(dt_bias=flat(gate.dt_bias[None, None], plan.keys)[0])
+    beta = x.beta.reshape(total, heads)
     missing = (plan.keys - keys, plan.values - values)
     states = (
         jnp.pad(x.states, ((0, 0), (0, 0), *((0, more) for more in missing))) if any(missing) else x.states
     )
 
-    matrices = intra(q, k, g, beta, table, plan)
-    inverse = merge(matrices.writes, plan)
-    v = _flat(x.v, plan.values)
-    out, finals, at = advance(v, beta, matrices, inverse, states, table, marks, plan, scale)
+    matrices = intra(q, k, g, beta, table, plan, gate)
+    v = flat(x.v, plan.values)
+    out, finals, at = advance(v, beta, matrices, states, table, marks, plan, scale)
 
     if not whole:
-        out = jnp.where(_owned(pack, total)[:, None], out, 0)
+        out = jnp.where(owned(pack, total)[:, None], out, 0)
     out = out.reshape(batch, tokens, heads, plan.values)[..., :values]
     at = jnp.where(marks.holder[..., None, None, None] < 0, states[:, None], at)
     inside = (..., slice(keys), slice(values))
     return out, finals[inside], None if boundaries is None else at[inside]
 
 
-def _round_up(size: int, step: int) -> int:
+def round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def _flat(x: jax.Array, channels: int) -> jax.Array:
+def flat(x: jax.Array, channels: int) -> jax.Array:
     """[B, T, H, C] as [B * T, H * channels], with zeros behind each head's own channels."""
     x = jnp.pad(x, ((0, 0),) * 3 + ((0, channels - x.shape[3]),)) if channels != x.shape[3] else x
     return x.reshape(x.shape[0] * x.shape[1], -1)
 
 
-def _owned(pack: Pack, total: int) -> jax.Array:
+def owned(pack: Pack, total: int) -> jax.Array:
     """Which tokens belong to a sequence, [tokens]."""
     token = jnp.arange(total, dtype=jnp.int32)
     return ((token >= pack.first[:, None]) & (token < (pack.first + pack.count)[:, None])).any(axis=0)

@@ -1,4 +1,4 @@
-"""Kernel 3 of 3: the state through the chunks of a sequence, a tile of value channels a program."""
+"""Kernel 2 of 2: the state through the chunks of a sequence, a tile of value channels a program."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.kda.table import Marks, Table
 from pallas_kernels.kda.triton.cost import state_cost
 from pallas_kernels.kda.triton.intra import Matrices
-from pallas_kernels.kda.triton.tile import BLOCK, Plan, product, read, rows_of
+from pallas_kernels.kda.triton.tile import BLOCK, Plan, meet, product, read, rows_of
 
 
 def advance(
     v: jax.Array,
     beta: jax.Array,
     matrices: Matrices,
-    inverse: jax.Array,
     states: jax.Array,
     table: Table,
     marks: Marks,
@@ -30,8 +29,8 @@ def advance(
     states at the marks [N, NB, H, K, V] (not written where the holder is -1).
 
     Args:
-        v: [tokens, H * V]; beta: float32 [tokens, H].
-        matrices, inverse: as `intra` and `merge` make them.
+        v: [tokens, H * V]; beta: [tokens, H].
+        matrices: as `intra` makes them.
         states: float32 [N, H, K, V], what the sequences have absorbed.
         scale: multiplies the output.
     """
@@ -44,7 +43,7 @@ def advance(
     out = jax.ShapeDtypeStruct((rows, plan.heads * plan.values), v.dtype)
     finals = jax.ShapeDtypeStruct(states.shape, jnp.float32)
     at = jax.ShapeDtypeStruct((sequences, marked, *states.shape[1:]), jnp.float32)
-    arrays = (*table, *marks, v, beta, inverse, *matrices[1:])
+    arrays = (*table, *marks, v, beta, *matrices)
     if not marked:  # no kernel takes an array of no elements
         arrays = (*table, table.first, table.first, *arrays[5:])
     out, finals, *at = pl.pallas_call(
@@ -84,7 +83,7 @@ def _body(
         state = State(carried, finals_ref, decay_ref, ke_ref, h, plan)
         token, live = token_ref[c], live_ref[c]
         at = jnp.minimum(token + rows, plan.num_tokens - 1)
-        beta = jnp.where(rows < live, beta_ref[at, h], 0.0)[:, None]
+        beta = jnp.where(rows < live, beta_ref[at, h].astype(jnp.float32), 0.0)[:, None]
         v = read(v_ref, token, live, rows, plan, columns)
         inverse, pairs = (lower(ref.at[c, h]) for ref in (inverse_ref, pairs_ref))
         u = product(inverse, beta * (v - state.seen_by(kw_ref, c)), plan)
@@ -163,8 +162,7 @@ class _Stored:
     def slices(self, body, carry):
         """Runs body(slot, carry) for every slice, behind a barrier: the last loop's writes are every thread's."""
         count, size = self.plan.keys // BLOCK, BLOCK
-        if not self.plan.interpret:
-            pltriton.debug_barrier()
+        meet(self.plan)
         return jax.lax.fori_loop(0, count, lambda s, carry: body(pl.ds(s * size, size), carry), carry)
 
     def seen_by(self, rows_ref, c) -> jax.Array:

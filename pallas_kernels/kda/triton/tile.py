@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
 from jax.lax import DotAlgorithmPreset as Preset
 from jax.lax import Precision
 
@@ -18,7 +19,6 @@ LOG2_E = 1.4426950408889634
 MIN_LOG2_DECAY = -160.0
 """exp2 of it is 0 in float32; more would only cost digits of the sums it stands in."""
 
-
 Columns: TypeAlias = slice | pl.Slice
 
 
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     """The static sizes of a call."""
 
     num_tokens: int  # rows of the flat token axis
-    heads: int
+    heads: int  # of values
     keys: int  # a multiple of key_slice
     values: int  # a multiple of value_tile
     chunk: int = 64
@@ -36,6 +36,22 @@ class Plan(NamedTuple):
         jnp.float32
     )  # of what kernels hand each other, and of the state as an operand
     interpret: bool = False
+    repeats: int = 1  # value heads that share a head of queries and keys
+    qk_l2norm: bool = False
+    gated: bool = False  # whether g is a raw projection, of which the gate is taken
+    lower_bound: float | None = None  # of that gate
+
+    @property
+    def slices(self) -> int:
+        """Slices of a head's key channels."""
+        return self.keys // self.key_slice
+
+    @property
+    def squares(self) -> tuple[jnp.dtype, jnp.dtype]:
+        """Of the inverse and of the pairs. Of unit keys neither exceeds 2: there float16 has the digits of TF32."""
+        if self.work == jnp.bfloat16 and self.qk_l2norm:
+            return jnp.dtype(jnp.float16), jnp.dtype(jnp.float16)
+        return jnp.dtype(jnp.float32), self.work
 
     @property
     def holds_state(self) -> bool:
@@ -71,23 +87,29 @@ def tf32(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def meet(plan: Plan) -> None:
+    """Behind it all threads of a program see what each wrote to memory before it."""
+    if not plan.interpret:
+        pltriton.debug_barrier()
+
+
 def rows_of(block: jax.Array | int, rows: int = BLOCK) -> jax.Array:
     """The numbers of a block's rows in its chunk."""
     return block * rows + jax.lax.broadcasted_iota(jnp.int32, (rows,), 0)
 
 
+def own(rows: jax.Array, live) -> jax.Array:
+    """Which of a chunk's rows, one or [R], are its own, to be broadcast over their channels."""
+    mask = rows < live
+    return mask[:, None] if mask.ndim else mask
+
+
 def read(ref, token, live, rows: jax.Array, plan: Plan, columns: Columns) -> jax.Array:
-    """The chunk's `rows` of an array [tokens, ...], float32; rows that are not its own are zeros."""
+    """The chunk's `rows`, one or [R], of an array [tokens, ...], float32; those that are not its own are zeros."""
     at = jnp.minimum(token + rows, plan.num_tokens - 1)
-    return jnp.where((rows < live)[:, None], ref[at, columns].astype(jnp.float32), 0.0)
+    return jnp.where(own(rows, live), ref[at, columns].astype(jnp.float32), 0.0)
 
 
-def read_row(ref, token, live, row: jax.Array, plan: Plan, columns: Columns) -> jax.Array:
-    """One row of the chunk, [columns], float32, zeros where it is not its own."""
-    at = jnp.minimum(token + row, plan.num_tokens - 1)
-    return jnp.where(row < live, ref[at, columns].astype(jnp.float32), 0.0)
-
-
-def read_log2_decay(ref, token, live, rows: jax.Array, plan: Plan, columns: Columns) -> jax.Array:
-    """`read` of natural log decays, in base 2 and bounded below."""
-    return jnp.maximum(read(ref, token, live, rows, plan, columns) * LOG2_E, MIN_LOG2_DECAY)
+def in_log2(g: jax.Array) -> jax.Array:
+    """Natural log decays in base 2, bounded below."""
+    return jnp.maximum(g * LOG2_E, MIN_LOG2_DECAY)
