@@ -2,12 +2,17 @@
 
 from pallas_kernels.expert_mlp import expert_mlp, swiglu
 from pallas_kernels.kda import kda_gate, kda_prefill, kda_step, l2_normalize
+from pallas_kernels.kda_decode import KDAParameters, kda_accept, kda_decode, kda_draft
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.rms_norm import rms_norm, rms_norm_gated
 from pallas_kernels.short_conv import short_conv, short_conv_step
 
 __all__ = [
+    "KDAParameters",
     "expert_mlp",
+    "kda_accept",
+    "kda_decode",
+    "kda_draft",
     "kda_gate",
     "kda_prefill",
     "kda_step",

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from pallas_kernels.__main__ import app
 from pallas_kernels.check import command
 from pallas_kernels.check.cases import cases
+from pallas_kernels.check.cases.kda_decode import kda_decode
 from pallas_kernels.check.targets import TARGETS
 from pallas_kernels.check.toolchain import Compiled, Missing, Toolchain, parse
 from pallas_kernels.kda.triton.cost import intra_cost, merge_cost, state_cost, step_cost
@@ -56,11 +57,23 @@ def test_bytes_of_a_forward_are_those_of_its_arrays() -> None:
     assert step_cost(1, 1, 128, 128).bytes_accessed == 2 * 4 * 128**2 + 4 * (3 * 128 + 2 * 128 + 1)
 
 
+def test_bytes_of_a_decode_step_are_those_of_its_arrays() -> None:
+    shape = SHAPES[0]
+    rows, heads = shape.rows, shape.heads
+    cost = {case.kernel: case.cost.bytes_accessed for case in kda_decode(shape) if case.dtype == "bfloat16"}
+    state, window, channels = 4 * 128**2, 2 * 3 * 3 * 128, 3 * 128  # of a head
+    token = 2 * (channels + 128 + 1 + 128 + 128)  # mixed, decay, beta, gate, out
+    parameters = 2 * (4 * heads * channels + 128) + 4 * heads * (1 + 128)
+    assert cost["kda_decode"] == rows * heads * (2 * (state + window) + token) + parameters
+    assert cost["kda_draft"] == rows * heads * (5 * (state + window) + 4 * token) + parameters
+
+
 def test_every_kernel_has_a_case_at_every_shape() -> None:
     for shape in SHAPES:
         found = list(cases(shape))
         names = {(case.kernel, case.dtype) for case in found}
         halves = {"kda_intra", "kda_merge", "kda_state", "kda_state, boundaries", "kda_prefill"}
+        halves |= {"kda_decode", "kda_draft"}
         assert names == {(name, dtype) for name in halves for dtype in ("bfloat16", "float32")} | {
             ("kda_step", "float32")
         }

@@ -12,13 +12,13 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import kda_prefill, kda_step
+from pallas_kernels import KDAParameters, kda_decode, kda_draft, kda_prefill, kda_step
 
 CALL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 HEADS, KEYS = 4, 128
 
 
-def lowered(platform: str, function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> str:
+def lowered(platform: str, function: Callable[..., Any], *arguments: Any) -> str:
     """The program's text for a platform."""
     scope = contextlib.nullcontext()
     if platform == "cuda" and jax.__version_info__ >= (0, 11):  # it asks which GPU
@@ -66,3 +66,29 @@ def test_a_step_is_one_kernel(keys: int) -> None:
         "cuda", lambda *x: kda_step(*x[:6], slots=x[6], implementation="triton"), *rows, pool, slots
     )
     assert text.count(CALL["cuda"]) == 1
+
+
+@pytest.mark.parametrize("keys", [KEYS, 96])
+@pytest.mark.parametrize("operator, heads", [(kda_decode, HEADS), (kda_decode, 2), (kda_draft, HEADS)])
+def test_a_decode_step_is_one_kernel(operator: Callable[..., Any], heads: int, keys: int) -> None:
+    """State and window are written where they lie, but no window whose channels are shared, and by drafts nothing."""
+    lead = (8,) if operator is kda_decode else (8, 3)
+    channels = 2 * heads * keys + HEADS * KEYS
+
+    def like(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    sizes = ((channels,), (HEADS, keys), (HEADS,), (HEADS, KEYS))
+    layer = KDAParameters(
+        like(4, channels), like(HEADS, dtype=jnp.float32), like(HEADS, keys, dtype=jnp.float32), like(KEYS)
+    )
+    pools = like(20, HEADS, keys, KEYS, dtype=jnp.float32), like(20, 3, channels)
+
+    def run(slots: jax.Array, *x: Any) -> tuple[jax.Array, ...]:
+        return operator(*x, slots=slots, eps=1e-5, implementation="triton")
+
+    tokens = [like(*lead, *rest) for rest in sizes]
+    text = lowered("cuda", run, like(8, dtype=jnp.int32), *tokens, layer, *pools)
+    assert text.count(CALL["cuda"]) == 1
+    in_place = 0 if operator is kda_draft else 2 if heads == HEADS else 1
+    assert text.count("output_operand_alias<") == in_place
