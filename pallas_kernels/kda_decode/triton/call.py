@@ -26,7 +26,10 @@ from pallas_kernels.kda_decode.triton.body import Plan, body
 from pallas_kernels.kda_decode.triton.cost import decode_cost
 
 THREAD_STATE = 32
-"""Numbers of the state a thread holds: at K = V = 128 drafts spill with 64. With K V > 32 768 there are more."""
+"""Numbers of the state a thread holds: at K = V = 128 drafts spill with 64."""
+
+MOST_WARPS = 16
+"""With K V > 16 384 a thread holds more: with more threads it would have too few registers for what it holds now."""
 
 
 def refusal(x: Tokens, layer: KDAParameters, states: jax.Array, windows: jax.Array) -> str | None:
@@ -112,7 +115,7 @@ def _call(
         input_output_aliases=aliases,
         cost_estimate=decode_cost(x, layer, states, windows, keep=keep),
         compiler_params=pltriton.CompilerParams(
-            num_warps=min(16, 1 << (warps - 1).bit_length()), num_stages=1
+            num_warps=min(MOST_WARPS, 1 << (warps - 1).bit_length()), num_stages=1
         ),
         interpret=interpret,
         name="kda_draft" if keep else "kda_decode",
