@@ -2,6 +2,7 @@
 
 from pallas_kernels.expert_mlp import expert_mlp, swiglu
 from pallas_kernels.kda import Gate, kda_gate, kda_prefill, kda_step, l2_normalize
+from pallas_kernels.kda_decode import KDAParameters, kda_accept, kda_decode, kda_draft
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.rms_norm import rms_norm, rms_norm_gated
 from pallas_kernels.short_conv import short_conv, short_conv_step
@@ -10,9 +11,13 @@ from pallas_kernels.state_compression import CompressedState, compress_state, de
 __all__ = [
     "CompressedState",
     "Gate",
+    "KDAParameters",
     "compress_state",
     "decompress_state",
     "expert_mlp",
+    "kda_accept",
+    "kda_decode",
+    "kda_draft",
     "kda_gate",
     "kda_prefill",
     "kda_step",

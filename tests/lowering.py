@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 CALL = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 
 
-def lowered(platform: str, function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> str:
+def lowered(platform: str, function: Callable[..., Any], *arguments: Any) -> str:
     """The program's text for a platform."""
     scope = contextlib.nullcontext()
     if platform == "cuda" and jax.__version_info__ >= (0, 11):  # it asks which GPU

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from pallas_kernels.__main__ import app
 from pallas_kernels.check import command, gpu, tpu
 from pallas_kernels.check.cases import cases
+from pallas_kernels.check.cases.kda_decode import kda_decode
 from pallas_kernels.check.targets import TARGETS
 from pallas_kernels.check.toolchain import Compiled, Kernel, Missing, Toolchain
 from pallas_kernels.kda.tpu import cost
@@ -109,12 +110,24 @@ def test_bytes_of_small_kernels_are_those_of_their_arrays() -> None:
         assert count(10, 128).bytes_accessed == 10 * (128 * (4 + 1) + 4)
 
 
+def test_bytes_of_a_decode_step_are_those_of_its_arrays() -> None:
+    shape = SHAPES[0]
+    rows, heads = shape.rows, shape.heads
+    cost = {case.kernel: case.cost.bytes_accessed for case in kda_decode(shape) if case.dtype == "bfloat16"}
+    state, window, channels = 4 * 128**2, 2 * 3 * 3 * 128, 3 * 128  # of a head
+    token = 2 * (channels + 128 + 1 + 128 + 128)  # mixed, decay, beta, gate, out
+    parameters = 2 * (4 * heads * channels + 128) + 4 * heads * (1 + 128)
+    assert cost["kda_decode"] == rows * heads * (2 * (state + window) + token) + parameters
+    assert cost["kda_draft"] == rows * heads * (5 * (state + window) + 4 * token) + parameters
+
+
 BOTH = ("bfloat16", "float32")
 KERNELS = {
     "gpu": {
         **dict.fromkeys(("kda_intra", "kda_state", "kda_state, boundaries", "kda_prefill"), BOTH),
         **dict.fromkeys(("mla_attend, prefill", "mla_attend, decode"), (*BOTH, "float8_e4m3fn")),
-        **dict.fromkeys(("mla_combine", "short_conv", "short_conv, pack and boundaries"), BOTH),
+        **dict.fromkeys(("kda_decode", "kda_draft", "mla_combine"), BOTH),
+        **dict.fromkeys(("short_conv", "short_conv, pack and boundaries"), BOTH),
         **dict.fromkeys(("kda_step", "compress_state", "decompress_state"), ("float32",)),
     },
     "tpu": {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from lowering import CALL, lowered
-from pallas_kernels import Gate, kda_prefill, kda_step
+from pallas_kernels import Gate, KDAParameters, kda_decode, kda_draft, kda_prefill, kda_step
 
 HEADS, KEYS = 4, 128
 
@@ -87,3 +90,29 @@ def test_a_step_is_one_kernel(platform: str, keys: int) -> None:
         platform, lambda *x: kda_step(*x[:6], slots=x[6], implementation=implementation), *rows, pool, slots
     )
     assert text.count(CALL[platform]) == 1
+
+
+@pytest.mark.parametrize("keys", [KEYS, 96])
+@pytest.mark.parametrize("operator, heads", [(kda_decode, HEADS), (kda_decode, 2), (kda_draft, HEADS)])
+def test_a_decode_step_is_one_kernel(operator: Callable[..., Any], heads: int, keys: int) -> None:
+    """State and window are written where they lie, but no window whose channels are shared, and by drafts nothing."""
+    lead = (8,) if operator is kda_decode else (8, 3)
+    channels = 2 * heads * keys + HEADS * KEYS
+
+    def like(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    sizes = ((channels,), (HEADS, keys), (HEADS,), (HEADS, KEYS))
+    layer = KDAParameters(
+        like(4, channels), like(HEADS, dtype=jnp.float32), like(HEADS, keys, dtype=jnp.float32), like(KEYS)
+    )
+    pools = like(20, HEADS, keys, KEYS, dtype=jnp.float32), like(20, 3, channels)
+
+    def run(slots: jax.Array, *x: Any) -> tuple[jax.Array, ...]:
+        return operator(*x, slots=slots, eps=1e-5, implementation="triton")
+
+    tokens = [like(*lead, *rest) for rest in sizes]
+    text = lowered("cuda", run, like(8, dtype=jnp.int32), *tokens, layer, *pools)
+    assert text.count(CALL["cuda"]) == 1
+    in_place = 0 if operator is kda_draft else 2 if heads == HEADS else 1
+    assert text.count("output_operand_alias<") == in_place

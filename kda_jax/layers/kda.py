@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kda_jax.layers.projection import Linear, Projections, fan_in
 from kda_jax.state import KDAState
-from pallas_kernels import kda_gate, kda_prefill, kda_step, rms_norm_gated, short_conv, short_conv_step
+from pallas_kernels import KDAParameters, kda_decode, kda_gate, kda_prefill, rms_norm_gated, short_conv
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -102,15 +102,13 @@ class KimiDeltaAttention(nnx.Module):
         # The few columns of the gates are copied, or they would keep the whole projection alive.
         decay, gate, beta = jax.lax.optimization_barrier((decay, gate, beta))
         decay = self.f_b(decay).reshape(*x.shape[:2], self.num_v_heads, self.head_dim)
-        decay = kda_gate(decay, self.A_log[...], self.dt_bias[...], lower_bound=self.gate_lower_bound)
-        beta = jax.nn.sigmoid(beta.astype(jnp.float32))
         if state is not None and x.shape[1] == 1 and lengths is None and boundaries is None:
-            out, new, at = self._step(mixed, decay, beta, state)
+            out, new, at = self._step(mixed, decay, beta, self._gate(gate), state)
         else:
+            decay = kda_gate(decay, self.A_log[...], self.dt_bias[...], lower_bound=self.gate_lower_bound)
+            beta = jax.nn.sigmoid(beta.astype(jnp.float32))
             out, new, at = self._sequence(mixed, decay, beta, state, lengths, boundaries)
-        if self.g_b is not None:
-            gate = self.g_b(gate)
-        out = rms_norm_gated(out, gate.reshape(out.shape), self.o_norm[...], eps=self.norm_eps)
+            out = rms_norm_gated(out, self._gate(gate), self.o_norm[...], eps=self.norm_eps)
         y = self.o_proj(out.reshape(*x.shape[:2], -1))
         return (y, new) if at is None else (y, new, at)
 
@@ -124,12 +122,25 @@ class KimiDeltaAttention(nnx.Module):
         q, k = (x.reshape(*rows, self.num_heads, self.head_dim) for x in (q, k))
         return q, k, v.reshape(*rows, self.num_v_heads, self.v_head_dim)
 
+    def _gate(self, gate: Float[Array, "B T G"]) -> Float[Array, "B T HV V"]:
+        """The output gate before its sigmoid."""
+        gate = gate if self.g_b is None else self.g_b(gate)
+        return gate.reshape(*gate.shape[:2], self.num_v_heads, self.v_head_dim)
+
     def _step(
-        self, mixed: Array, decay: Array, beta: Array, state: KDAState
-    ) -> tuple[Array, KDAState, KDAState | None]:
-        mixed, window = short_conv_step(mixed[:, 0], self.conv[...], state.conv)
-        q, k, v = self._heads(*self._parts(mixed))
-        out, recurrent = kda_step(q, k, v, decay[:, 0], beta[:, 0], state.recurrent, qk_l2norm=True)
+        self, mixed: Array, decay: Array, beta: Array, gate: Array, state: KDAState
+    ) -> tuple[Array, KDAState, None]:
+        out, recurrent, window = kda_decode(
+            mixed[:, 0],
+            decay[:, 0],
+            beta[:, 0],
+            gate[:, 0],
+            KDAParameters(self.conv[...], self.A_log[...], self.dt_bias[...], self.o_norm[...]),
+            state.recurrent,
+            state.conv,
+            eps=self.norm_eps,
+            lower_bound=self.gate_lower_bound,
+        )
         return out[:, None], KDAState(recurrent, window, state.position + 1), None
 
     def _sequence(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from pallas_kernels.check.cases.case import Case
+from pallas_kernels.check.cases.kda_decode import kda_decode
 from pallas_kernels.check.cases.kda_forward import kda_forward
 from pallas_kernels.check.cases.kda_step import kda_step
 from pallas_kernels.check.cases.kda_tpu import kda_tpu
@@ -15,6 +16,7 @@ from pallas_kernels.check.cases.state_compression import state_compression
 from pallas_kernels.shapes import Shape
 
 OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (
+    kda_decode,
     kda_forward,
     kda_step,
     kda_tpu,
