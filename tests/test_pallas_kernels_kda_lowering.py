@@ -57,6 +57,21 @@ def test_a_prefill_is_its_kernels(
     assert all(kernel in text for kernel in kernels)
 
 
+GRADIENT = ("kda_states", "kda_retreat", "kda_contract", "kda_pull_back")
+
+
+@pytest.mark.parametrize("keys, values", [(KEYS, KEYS), (96, 80)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_gradient_is_its_kernels(dtype: jnp.dtype, keys: int, values: int) -> None:
+    def pull(*x: jax.Array) -> tuple[jax.Array, ...]:
+        results, back = jax.vjp(lambda *x: kda_prefill(*x, implementation="triton"), *x)
+        return *results, *back(results)
+
+    text = lowered("cuda", pull, *sequence(192, dtype, keys, values))
+    assert text.count(CALL["cuda"]) == 2 + 1 + len(GRADIENT)
+    assert all(kernel in text for kernel in GRADIENT)
+
+
 @pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("repeats", [1, 2])

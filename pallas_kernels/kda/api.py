@@ -65,9 +65,9 @@ def kda_prefill(
         gate_lower_bound: a promise that g >= this static number (K3: -5.0). Down to -5 it allows a faster form; with
             smaller g the result is then undefined.
         chunk_size: 16, 32 or 64 tokens; None lets the backend choose.
-        implementation: "reference" (token by token), "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs and for
-            TPUs, whose gradients are those of "xla"), "triton-interpret" or "tpu-interpret" (their bodies step by step,
-            on any device), or None, which is "xla".
+        implementation: "reference" (token by token), "xla", "triton" (Pallas kernels for NVIDIA GPUs, gradients
+            included) or "tpu" (for TPUs, whose gradients are those of "xla"), "triton-interpret" or "tpu-interpret"
+            (their bodies step by step, on any device), or None, which is "xla".
 
     Returns:
         out [B, T, HV, V] in v.dtype, final state float32 [B, HV, K, V] ([N, ...]), and with `boundaries` the states
@@ -182,7 +182,7 @@ def kda_step(
 def _pallas_backends(state: jax.Array) -> dict[str, Backend]:
     """The kernels' backends of `kda_prefill`, each also step by step on any device."""
     kernels = {
-        "triton": pallas.Kernels(triton.forward, fused=triton.fused),
+        "triton": pallas.Kernels(triton.forward, triton.backward, triton.fused),
         "tpu": pallas.Kernels(tpu.forward),
     }
     return {

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from pallas_kernels.check.cases.case import Case
+from pallas_kernels.check.cases.kda_backward import kda_backward
 from pallas_kernels.check.cases.kda_forward import kda_forward
 from pallas_kernels.check.cases.kda_step import kda_step
 from pallas_kernels.shapes import Shape
 
-OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (kda_forward, kda_step)
+OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (kda_forward, kda_backward, kda_step)
 
 
 def cases(shape: Shape) -> Iterator[Case]:
