@@ -19,6 +19,12 @@ from pallas_kernels.check.cases.kda_decode import kda_decode
 from pallas_kernels.check.targets import TARGETS
 from pallas_kernels.check.toolchain import Compiled, Kernel, Missing, Toolchain
 from pallas_kernels.kda.tpu import cost
+from pallas_kernels.kda.triton.backward.cost import (
+    contract_cost,
+    pull_back_cost,
+    retreat_cost,
+    states_cost,
+)
 from pallas_kernels.kda.triton.cost import intra_cost, state_cost, step_cost
 from pallas_kernels.kda.triton.tile import Plan
 from pallas_kernels.shapes import SHAPES, Shape
@@ -121,10 +127,36 @@ def test_bytes_of_a_decode_step_are_those_of_its_arrays() -> None:
     assert cost["kda_draft"] == rows * heads * (5 * (state + window) + 4 * token) + parameters
 
 
+def test_bytes_of_a_backward_are_those_of_its_arrays() -> None:
+    half, wide = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    plan = Plan(8192, 32, 128, 128, work=half, ends=wide)
+    tokens, state = 8192 * 32, 4 * 128 * 128 // 64
+    per_token = {
+        "intra": intra_cost(plan, 128, half, wide).bytes_accessed / tokens,
+        "states": states_cost(plan, 128, 0, half).bytes_accessed / tokens,
+        "retreat": retreat_cost(plan, 128, 0, half).bytes_accessed / tokens,
+        "contract": contract_cost(plan, 128, half).bytes_accessed / tokens,
+        "pull_back": pull_back_cost(plan, 128, half).bytes_accessed / tokens,
+    }
+    # as of a forward, but ke in float32
+    assert per_token["intra"] == 256 + 256 + 512 + 4 + (160 + 80) + 2 * 256 + 512 + 8
+    # v, beta; kw, ke, decay; (I + A)^-1; the chunks' states and u
+    assert per_token["states"] == 256 + 4 + (256 + 512 + 8) + 160 + state + 512
+    # do, beta; kw, qe, ke, decay; (I + A)^-1 and Aqk; the chunks' dS and d_write
+    assert per_token["retreat"] == 256 + 4 + (256 + 256 + 512 + 8) + (160 + 80) + state + 512
+    # v, do, beta; u, d_write; both states; dv, dbeta; the gradients of A and Aqk, of kw, qe, ke, of decay
+    assert per_token["contract"] == 2 * 256 + 4 + 2 * 512 + 2 * state + 256 + 4 + 2 * 160 + 3 * 256 + 8
+    # q, k, g, beta; those gradients; dq, dk, dg, and dbeta in four parts
+    assert per_token["pull_back"] == 2 * 256 + 512 + 4 + (2 * 160 + 3 * 256 + 8) + 2 * 256 + 512 + 4 * 4
+
+
 BOTH = ("bfloat16", "float32")
 KERNELS = {
     "gpu": {
         **dict.fromkeys(("kda_intra", "kda_state", "kda_state, boundaries", "kda_prefill"), BOTH),
+        **dict.fromkeys(
+            ("kda_states", "kda_retreat", "kda_contract", "kda_pull_back", "kda_prefill, gradient"), BOTH
+        ),
         **dict.fromkeys(("mla_attend, prefill", "mla_attend, decode"), (*BOTH, "float8_e4m3fn")),
         **dict.fromkeys(("kda_decode", "kda_draft", "mla_combine"), BOTH),
         **dict.fromkeys(("short_conv", "short_conv, pack and boundaries"), BOTH),
@@ -138,7 +170,7 @@ KERNELS = {
         ),
     },
 }
-SEVERAL = {"gpu": {"kda_prefill": 4}, "tpu": {"kda_backward": 2}}
+SEVERAL = {"gpu": {"kda_prefill": 4, "kda_prefill, gradient": 6}, "tpu": {"kda_backward": 2}}
 """Programs of more than one kernel, and of how many."""
 
 
@@ -151,6 +183,7 @@ def test_every_kernel_has_a_case_at_every_shape(platform: str, shape: Shape) -> 
         kernel: sorted(some) for kernel, some in KERNELS[platform].items()
     }
     assert {case.kernel for case in found} == set(dtypes)
+    assert {case.kind for case in found} == {"forward", "backward", "step"}
     assert {case.kernel: case.most_kernels for case in found if case.most_kernels > 1} == SEVERAL[platform]
     assert all(case.cost.flops > 0 and case.cost.bytes_accessed > 0 for case in found)
 

@@ -129,13 +129,15 @@ def gradient(layout: str, implementation: str, bound: float | None):
     return jax.jit(jax.grad(loss, argnums=range(6)), compiler_options=QUICK)
 
 
+GATES = ("softplus", "bounded", "equal_keys", "no_decay", "reset")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "gate, bound, implementation",
-    [(gate, None, "xla") for gate in ("softplus", "bounded", "equal_keys", "no_decay", "reset")]
+    [(gate, None, name) for name in ("xla", "triton-interpret") for gate in GATES]
     + [(gate, LB, "xla") for gate in ("bounded", "equal_keys", "no_decay")]
-    + [("softplus", None, "triton-interpret")]
-    + [(gate, None, "tpu-interpret") for gate in ("softplus", "bounded", "equal_keys", "no_decay", "reset")],
+    + [(gate, None, "tpu-interpret") for gate in GATES],
 )
 def test_gradients(layout, gate, bound, implementation):
     arguments = inputs(gate, seed=3, **LAYOUTS[layout][0])

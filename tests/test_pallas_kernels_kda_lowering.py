@@ -42,21 +42,33 @@ def test_a_prefill_is_its_kernels(
     assert all(kernel in text for kernel in kernels)
 
 
+GRADIENTS = {
+    "cuda": ("triton", ["kda_states", "kda_retreat", "kda_contract", "kda_pull_back"], 2 + 1),
+    "tpu": ("tpu", ["kda_states", "kda_backward"], 1),
+}
+"""Who makes it, of what kernels, and how many of the forward pass run beside them."""
+
+
 @pytest.mark.parametrize("keys, values", [(KEYS, KEYS), (96, 80)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-def test_a_gradient_is_its_kernels(packed: bool, dtype: jnp.dtype, keys: int, values: int) -> None:
+@pytest.mark.parametrize("platform", GRADIENTS)
+def test_a_gradient_is_its_kernels(
+    platform: str, packed: bool, dtype: jnp.dtype, keys: int, values: int
+) -> None:
+    implementation, kernels, forward = GRADIENTS[platform]
+
     def run(*x: jax.Array) -> tuple[jax.Array, ...]:
         layout = {"cu_seqlens": [0, 1, 90]} if packed else {}
-        return kda_prefill(*x, implementation="tpu", **layout)
+        return kda_prefill(*x, implementation=implementation, **layout)
 
     def gradient(*x: jax.Array) -> tuple[jax.Array, ...]:
-        out, pull = jax.vjp(run, *x)
-        return pull(out)
+        results, pull = jax.vjp(run, *x)
+        return *results, *pull(results)
 
-    text = lowered("tpu", gradient, *sequence(192, dtype, keys, values))
-    assert text.count(CALL["tpu"]) == 3
-    assert all(kernel in text for kernel in ("kda_chunks", "kda_states", "kda_backward"))
+    text = lowered(platform, gradient, *sequence(192, dtype, keys, values))
+    assert text.count(CALL[platform]) == forward + len(kernels)
+    assert all(kernel in text for kernel in kernels)
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])

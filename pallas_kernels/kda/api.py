@@ -65,9 +65,9 @@ def kda_prefill(
         gate_lower_bound: a promise that g >= this static number (K3: -5.0). Down to -5 it allows a faster form; with
             smaller g the result is then undefined.
         chunk_size: 16, 32 or 64 tokens; None lets the backend choose.
-        implementation: "reference" (token by token), "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs, with the
-            gradients of "xla", and for TPUs), "triton-interpret" or "tpu-interpret" (their bodies step by step, on any
-            device), or None, which is "xla".
+        implementation: "reference" (token by token), "xla", "triton" or "tpu" (Pallas kernels for NVIDIA GPUs and for
+            TPUs, gradients included), "triton-interpret" or "tpu-interpret" (their bodies step by step, on any device),
+            or None, which is "xla".
 
     Returns:
         out [B, T, HV, V] in v.dtype, final state float32 [B, HV, K, V] ([N, ...]), and with `boundaries` the states
@@ -185,7 +185,7 @@ def kda_step(
 def _pallas_backends(state: jax.Array) -> dict[str, Backend]:
     """The kernels' backends of `kda_prefill`, each also step by step on any device."""
     kernels = {
-        "triton": pallas.Kernels(triton.forward, fused=triton.fused),
+        "triton": pallas.Kernels(triton.forward, triton.backward, triton.fused),
         "tpu": pallas.Kernels(tpu.forward, tpu.backward),
     }
     return {

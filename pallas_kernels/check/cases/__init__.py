@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from pallas_kernels.check.cases.case import Case
+from pallas_kernels.check.cases.kda_backward import kda_backward
 from pallas_kernels.check.cases.kda_decode import kda_decode
 from pallas_kernels.check.cases.kda_forward import kda_forward
 from pallas_kernels.check.cases.kda_step import kda_step
@@ -16,9 +17,10 @@ from pallas_kernels.check.cases.state_compression import state_compression
 from pallas_kernels.shapes import Shape
 
 OPERATORS: tuple[Callable[[Shape], Iterator[Case]], ...] = (
-    kda_decode,
     kda_forward,
+    kda_backward,
     kda_step,
+    kda_decode,
     kda_tpu,
     mla_attention,
     mla_attention_tpu,

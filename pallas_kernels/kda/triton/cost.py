@@ -25,7 +25,8 @@ def intra_cost(plan: Plan, chunks: int, dtype: jnp.dtype, decays: jnp.dtype) -> 
     earlier = blocks * (blocks - 1) // 2
     shared = 2 * length * plan.keys * jnp.dtype(dtype).itemsize
     read = length * (plan.keys * jnp.dtype(decays).itemsize + 4)
-    written = squares + 3 * length * plan.keys * plan.work.itemsize + 4 * plan.keys
+    wide = 2 * plan.work.itemsize + (plan.ends or plan.work).itemsize
+    written = squares + length * plan.keys * wide + 4 * plan.keys
     # inside a block: two multiply-adds a pair of rows and channel; between blocks: two products
     pairs = 4 * BLOCK * BLOCK * plan.keys * (blocks + earlier)
     # a substitution in every diagonal block, then products of blocks

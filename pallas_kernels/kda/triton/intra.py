@@ -30,7 +30,7 @@ class Matrices(NamedTuple):
     pairs: jax.Array  # [C, H, L, L] in plan.squares: q k^T with decays, lower
     kw: jax.Array  # [C, H, L, K] in plan.work: keys seen from the chunk's begin
     qe: jax.Array  # [C, H, L, K] in plan.work: queries seen from there
-    ke: jax.Array  # [C, H, L, K] in plan.work: keys seen from the chunk's end
+    ke: jax.Array  # [C, H, L, K] in plan.ends: keys seen from the chunk's end
     decay: jax.Array  # [C, H, K] float32: the whole chunk's
 
 
@@ -58,7 +58,10 @@ def intra(
     wide = pl.BlockSpec((1, 1, length, keys), lambda c, h: (c, h, 0, 0))
     row = pl.BlockSpec((1, 1, keys), lambda c, h: (c, h, 0))
     shapes = [((length, length), dtype) for dtype in plan.squares]
-    shapes += [((length, keys), plan.work)] * 3 + [((keys,), jnp.float32)]
+    shapes += [((length, keys), plan.work)] * 2 + [
+        ((length, keys), plan.ends or plan.work),
+        ((keys,), jnp.float32),
+    ]
     outputs = pl.pallas_call(
         functools.partial(_body, plan=plan),
         grid=(chunks, heads),

@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     work: jnp.dtype = jnp.dtype(
         jnp.float32
     )  # of what kernels hand each other, and of the state as an operand
+    ends: jnp.dtype | None = None  # of the keys seen from the chunk's end; None: work
     interpret: bool = False
     repeats: int = 1  # value heads that share a head of queries and keys
     qk_l2norm: bool = False
