@@ -101,7 +101,7 @@ def _print(console: Console, result: dict[str, Any]) -> None:
     console.print(report.table("Against float64", ("", "dtype", "error", "bound", "right"), rows))
     rows = (
         (
-            f"{record['act']}, {record['rows' if record['act'] == 'step' else 'tokens']}",
+            f"{record['act']}, {record['rows' if 'step' in record['act'] else 'tokens']}",
             record["impl"],
             f"{report.number(record.get('ms'))} / {report.number(record.get('median_ms'))}",
             report.number(record.get("speedup_of_ours", {}).get("median")),

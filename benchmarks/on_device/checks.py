@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.on_device.judge import Check
-from pallas_kernels import kda_prefill, kda_step
+from benchmarks.on_device.layer_checks import layer_checks
+from pallas_kernels import Gate, kda_prefill, kda_step
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 FINE, HARD = 5e-6, 2e-5
@@ -26,6 +27,7 @@ def checks(*, little: bool) -> Iterator[Check]:
         yield from _prefills(*sizes, dtype)
         yield from _gradients(*sizes, dtype)
         yield from _steps(*sizes[1:], dtype)
+        yield from layer_checks(little=little, dtype=dtype, bound=HALF if dtype == jnp.bfloat16 else FINE)
 
 
 def _prefills(tokens: int, keys: int, values: int, dtype: jnp.dtype) -> Iterator[Check]:
@@ -41,6 +43,10 @@ def _prefills(tokens: int, keys: int, values: int, dtype: jnp.dtype) -> Iterator
     packed = _sequence(tokens, keys, values, "softplus", dtype, states=5)
     cuts = np.array([0, 1, 1, 2, tokens // 2, tokens - 3], np.int32)
     yield Check("kda_prefill, packed", _pack, (*packed, cuts), HALF if half else FINE)
+    q, k, v, z, beta, state = _sequence(tokens, keys, values, "raw", dtype)
+    parameters = np.array([0.5, 1.5], np.float32), np.full((2, keys), -1.0, np.float32)
+    raw = (q, k, v, z.astype(dtype), beta, state, *parameters)
+    yield Check("kda_prefill, gate inside", _gated, raw, HALF if half else FINE)
     resumed = (*_sequence(tokens, keys, values, "softplus", dtype), np.array([37], np.int32))
     at = np.array([0, 16, 27, 50, tokens], np.int32)
     yield Check("kda_prefill, resumed, boundaries", _resume, (*resumed, at), HALF if half else FINE)
@@ -63,6 +69,13 @@ def _steps(keys: int, values: int, dtype: jnp.dtype) -> Iterator[Check]:
 
 def _prefill(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, *, implementation: str) -> Any:
     return kda_prefill(q, k, v, g, beta, state, qk_l2norm=True, implementation=implementation)
+
+
+def _gated(
+    q: Any, k: Any, v: Any, z: Any, beta: Any, state: Any, A_log: Any, bias: Any, *, implementation: str
+) -> Any:
+    gate = Gate(A_log, bias)
+    return kda_prefill(q, k, v, z, beta, state, qk_l2norm=True, gate=gate, implementation=implementation)
 
 
 def _pack(q: Any, k: Any, v: Any, g: Any, beta: Any, states: Any, cuts: Any, *, implementation: str) -> Any:
@@ -104,7 +117,9 @@ def _sequence(
     q, k = normal((2, *rows, keys))
     v, z, write = normal((*rows, values)), normal((*rows, keys)), normal(rows)
     g, beta = -random.uniform(1, 16, (2, 1)) * np.log1p(np.exp(z)), 1 / (1 + np.exp(-write))
-    if gate == "bounded":
+    if gate == "raw":
+        g = z
+    elif gate == "bounded":
         g = -5 / (1 + np.exp(-2 * z))
     elif gate == "reset":
         g = -0.1 * np.abs(z)

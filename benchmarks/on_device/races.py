@@ -14,7 +14,7 @@ from benchmarks.on_device.clock import Call, time_calls
 from benchmarks.on_device.fla_triton import Fla
 from benchmarks.timing import speedup
 from benchmarks.work import kda_flops
-from pallas_kernels import kda_prefill, kda_step
+from pallas_kernels import KDAParameters, kda_decode, kda_prefill, kda_step, mla_attention
 
 OURS = "kda-jax"
 AGREES = 2e-2
@@ -29,17 +29,21 @@ class Size(NamedTuple):
     heads: int = 32
     keys: int = 128
     values: int = 128
+    latents: int = 512
+    shared: int = 64
 
 
 FULL = (Size(2048, 16), Size(8192, 64))
-LITTLE = (Size(64, 2, heads=2, keys=32, values=32),)
+LITTLE = (Size(64, 2, heads=2, keys=32, values=32, latents=32, shared=16),)
+PAGE = 64
 
 
 class Race(NamedTuple):
     """One act at one size.
 
     Attributes:
-        act: "forward", "both" (forward and backward) or "step".
+        act: "forward", "both" (forward and backward) and "step" of the recurrence, "layer step" with all that stands
+            around it in a layer, "attention" over latents, and its "attention step" behind as many tokens.
         size: how much.
         calls: who takes part, by name; ours first.
         results: each one's outputs, to be compared with ours; of `both` the gradients.
@@ -57,7 +61,7 @@ class Race(NamedTuple):
 
 def races(size: Size, implementation: str, fla: Fla | None) -> Iterator[Race]:
     """The acts of a size, one at a time: each holds its arrays only while it runs."""
-    for act in (_forward, _both, _step):
+    for act in (_forward, _both, _step, _layer_step, _attention, _attention_step):
         yield act(size, implementation, fla)
 
 
@@ -136,14 +140,14 @@ def _race(
     arrays: tuple[jax.Array, ...],
     flops: float,
     ours: Callable[..., Any],
-    peer: Callable[[Fla], Call],
+    peer: Callable[[Fla], Call] | None,
     fla: Fla | None,
 ) -> Race:
     program = jax.jit(ours)
     made = program(*arrays)
     calls = {OURS: Call(lambda: program(*arrays), jax.block_until_ready)}
     results = {OURS: _host(made)}
-    if fla is not None:
+    if fla is not None and peer is not None:
         calls["fla"] = peer(fla)
         results["fla"] = fla.restore(calls["fla"].enqueue())
     return Race(act, size, calls, results, _nbytes(arrays, made), flops)
@@ -183,11 +187,79 @@ def _step(size: Size, implementation: str, fla: Fla | None) -> Race:
 
     race = _race("step", size, arrays, flops, ours, lambda fla: fla.step(arrays), fla)
     # A step owns its state: the next call takes what this one returned, and nothing is copied.
-    owned = jax.jit(ours, donate_argnums=5)
-    held = [jnp.array(state)]
+    return race._replace(calls={**race.calls, OURS: _owning(ours, arrays[:5], (state,))})
+
+
+def _owning(step: Callable[..., Any], arrays: tuple[Any, ...], owned: tuple[jax.Array, ...]) -> Call:
+    """Calls that hand what they own from one to the next, donated."""
+    program = jax.jit(step, donate_argnums=tuple(range(len(arrays), len(arrays) + len(owned))))
+    held = [jax.tree.map(jnp.array, owned)]
 
     def enqueue() -> Any:
-        out, held[0] = owned(*arrays[:5], held[0])
+        out, *held[0] = program(*arrays, *held[0])
         return out
 
-    return race._replace(calls={**race.calls, OURS: Call(enqueue, jax.block_until_ready)})
+    return Call(enqueue, jax.block_until_ready)
+
+
+def _layer_step(size: Size, implementation: str, fla: Fla | None) -> Race:
+    channels = size.heads * (2 * size.keys + size.values)
+    lead, heads = (size.rows,), (size.heads,)
+    shapes = (
+        (*lead, channels), (*lead, *heads, size.keys), lead + heads, (*lead, *heads, size.values),
+        (4, channels), heads, (*heads, size.keys), (size.values,),
+        (*lead, *heads, size.keys, size.values), (*lead, 3, channels),
+    )  # fmt: skip
+    wide = (5, 6, 8)  # A_log, dt_bias, the states
+    keys = jax.random.split(jax.random.key(2), len(shapes))
+    arrays = tuple(
+        0.1 * jax.random.normal(key, shape, jnp.float32 if i in wide else jnp.bfloat16)
+        for i, (key, shape) in enumerate(zip(keys, shapes))
+    )
+
+    def ours(*x: jax.Array) -> Any:
+        mixed, decay, beta, gate, conv, A_log, bias, norm, states, windows = x
+        layer = KDAParameters(conv, A_log, bias, norm)
+        return kda_decode(
+            mixed, decay, beta, gate, layer, states, windows, eps=1e-5, implementation=implementation
+        )
+
+    flops = 7.0 * size.rows * size.heads * size.keys * size.values
+    race = _race("layer step", size, arrays, flops, ours, None, fla)
+    return race._replace(calls={OURS: _owning(ours, arrays[:8], arrays[8:])})
+
+
+def _attention(size: Size, implementation: str, fla: Fla | None) -> Race:
+    pairs = size.tokens * (size.tokens + 1) / 2
+    return _attend("attention", size, 1, size.tokens, 0, pairs, implementation)
+
+
+def _attention_step(size: Size, implementation: str, fla: Fla | None) -> Race:
+    pairs = size.rows * size.tokens
+    return _attend("attention step", size, size.rows, 1, size.tokens - 1, pairs, implementation)
+
+
+def _attend(
+    act: str, size: Size, rows: int, tokens: int, behind: int, pairs: float, implementation: str
+) -> Race:
+    """`mla_attention` of rows that have `behind` tokens, over pages."""
+    width, pages = size.latents + size.shared, -(-size.tokens // PAGE)
+    first, second = jax.random.split(jax.random.key(3))
+    q = jax.random.normal(first, (rows, tokens, size.heads, width), jnp.bfloat16)
+    pool = jax.random.normal(second, (rows * pages, PAGE, width), jnp.bfloat16)
+    table = jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
+    start = jnp.full((rows,), behind, jnp.int32)
+
+    def ours(q: Any, pool: Any, table: Any, start: Any) -> jax.Array:
+        return mla_attention(
+            q,
+            pool,
+            rank=size.latents,
+            start=start,
+            page_table=table,
+            scale=0.05,
+            implementation=implementation,
+        )
+
+    flops = 2.0 * size.heads * pairs * (width + size.latents)
+    return _race(act, size, (q, pool, table, start), flops, ours, None, None)
