@@ -44,7 +44,7 @@ bench: $(VENV)/.installed-parity $(VENV)/.installed-peers
 
 check: $(VENV)/.installed-check
 	@mkdir -p out
-	@$(python) -m pallas_kernels check --json out/check.json $(CHECK)
+	@$(python) -m pallas_kernels check --jobs $(WORKERS) --json out/check.json $(CHECK)
 
 lint: $(VENV)/.installed-dev
 	@$(python) -m ruff format --check --quiet . || { echo 'not formatted: run `make format`' >&2; exit 1; }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import json as jsonlib
+import multiprocessing
+import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -30,15 +34,16 @@ def check(
     json: Annotated[Path | None, typer.Option(help="Write a report here.")] = None,
     target: Annotated[list[str] | None, typer.Option(help="Only this target; may be given again.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="Only this shape; may be given again.")] = None,
+    jobs: Annotated[int, typer.Option(help="Compile so many at a time, each in a process.", min=1)] = 1,
 ) -> None:
     """Compiles the kernels for GPUs and TPUs, which need not be there. Fails when one does not compile, takes longer
     than a minute, or spills registers (on sm_80, up to 64 bytes a thread are let pass), and when a forward pass is more
     than four kernels."""
     targets = _named("target", target, TARGETS)
     todo = [
-        (case, goal)
-        for shape in _named("shape", shape, SHAPES)
-        for case in cases(shape)
+        Job(each.name, number, goal.name)
+        for each in _named("shape", shape, SHAPES)
+        for number, case in enumerate(cases(each))
         for goal in targets
         if goal.platform == case.platform and goal.name not in case.lacking
     ]
@@ -46,21 +51,17 @@ def check(
         json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            toolchains = {
-                platform: make(Path(folder))
-                for platform, make in TOOLCHAINS.items()
-                if any(goal.platform == platform for goal in targets)
-            }
+            toolchains = _toolchains(Path(folder), {goal.platform for goal in targets})
         except Missing as error:
             typer.echo(f"check: {error}", err=True)
             raise typer.Exit(1) from None
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("compiling", total=len(todo))
             records = []
-            for case, goal in todo:
-                progress.update(task, description=f"{case.kernel} {case.shape} {goal.name}")
-                records.append(_record(toolchains[case.platform], case, goal))
+            for record in _records(todo, toolchains, jobs):
+                progress.update(task, description=f"{record['kernel']} {record['shape']} {record['target']}")
                 progress.advance(task)
+                records.append(record)
     _print(records)
     if json is not None:
         json.write_text(jsonlib.dumps({"check": "kernels", "kernels": records}, indent=1) + "\n")
@@ -70,6 +71,50 @@ def check(
         typer.echo(f"check: {name}: {record['wrong']}", err=True)
     if wrong:
         raise typer.Exit(1)
+
+
+class Job(NamedTuple):
+    """One kernel for one target, named so that another process finds it."""
+
+    shape: str
+    number: int  # in `cases` of the shape
+    target: str
+
+
+def _records(todo: list[Job], toolchains: dict[str, Toolchain], jobs: int) -> Iterator[dict[str, Any]]:
+    """The jobs' lines of the report, in order."""
+    if jobs == 1:
+        yield from (_run(job, toolchains) for job in todo)
+        return
+    # A compiler keeps one core busy; a forked one would hang on the threads that it no longer has.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, _begin, (set(toolchains),)) as pool:
+        yield from pool.map(_run_here, todo)
+
+
+def _toolchains(folder: Path, platforms: set[str]) -> dict[str, Toolchain]:
+    return {platform: make(folder) for platform, make in TOOLCHAINS.items() if platform in platforms}
+
+
+HERE: dict[str, Toolchain] = {}
+"""A process's own toolchains."""
+
+
+def _begin(platforms: set[str]) -> None:
+    folder = tempfile.mkdtemp(prefix="check-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    HERE.update(_toolchains(Path(folder), platforms))
+
+
+def _run_here(job: Job) -> dict[str, Any]:
+    return _run(job, HERE)
+
+
+def _run(job: Job, toolchains: dict[str, Toolchain]) -> dict[str, Any]:
+    (shape,) = (shape for shape in SHAPES if shape.name == job.shape)
+    (target,) = (target for target in TARGETS if target.name == job.target)
+    case = list(cases(shape))[job.number]
+    return _record(toolchains[case.platform], case, target)
 
 
 def _named(what: str, wanted: list[str] | None, all_of: tuple[Any, ...]) -> list[Any]:

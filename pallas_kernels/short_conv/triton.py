@@ -101,7 +101,7 @@ def _call(
         out_specs=[whole] * len(rows),
         out_shape=[jax.ShapeDtypeStruct((n, plan.channels), dtype) for n, dtype in zip(rows, dtypes)],
         cost_estimate=conv_cost(x, weight, window, marked, activation),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="short_conv",
         # no kernel takes an array of no elements; weight and counts stand in for what is not looked at
