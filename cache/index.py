@@ -87,7 +87,12 @@ class Index:
 
         Returns:
             The new index and the boundary's id.
+
+        Raises:
+            ValueError: without tokens, and with fewer names than new pages.
         """
+        if not len(tokens):
+            raise ValueError("a boundary has tokens before it; what holds before the first token needs no checkpoint")
         match = match or self.match(tokens)
         nodes = self.nodes.mutate()
         last, next_id = (match.ids[-1] if match.ids else 0), self.next_id
