@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from immutables import Map, MapMutation
+from immutables import Map
 
 from cache.node import PINNED, ROOT, Node, common, whole_pages
 from cache.tier import Tier
 from cache.tokens import Tokens
-
-Nodes = MapMutation[int, Node]
+from cache.tree import Nodes, prune, split, trim, with_child
 
 
 class Match(NamedTuple):
@@ -92,12 +91,14 @@ class Index:
             ValueError: without tokens, and with fewer names than new pages.
         """
         if not len(tokens):
-            raise ValueError("a boundary has tokens before it; what holds before the first token needs no checkpoint")
+            raise ValueError(
+                "a boundary has tokens before it; what holds before the first token needs no checkpoint"
+            )
         match = match or self.match(tokens)
         nodes = self.nodes.mutate()
         last, next_id = (match.ids[-1] if match.ids else 0), self.next_id
         if match.length < nodes[last].stop:
-            last, next_id = _split(nodes, last, match.length, next_id, self.page), next_id + 1
+            last, next_id = split(nodes, last, match.length, next_id, self.page), next_id + 1
         if match.length < len(tokens):
             count = whole_pages(match.length, len(tokens), self.page)
             edge = tokens[match.length :].copy()
@@ -106,7 +107,7 @@ class Index:
             if len(own) != count:
                 raise ValueError(f"{count} pages are new, got names of {len(names)}")
             nodes[next_id] = Node(last, match.length, len(tokens), edge, names=own)
-            nodes[last] = _with_child(nodes[last], nodes[next_id], next_id)
+            nodes[last] = with_child(nodes[last], nodes[next_id], next_id)
             last, next_id = next_id, next_id + 1
         nodes[last] = nodes[last]._replace(key=key, last_use=now)
         return Index(self.page, nodes.finish(), next_id), last
@@ -119,28 +120,24 @@ class Index:
         """
         node = self.nodes[boundary]
         if node.states or node.pins:
-            raise ValueError(f"a boundary that is held ({node.states=}) or pinned ({node.pins=}) cannot be forgotten")
+            raise ValueError(
+                f"a boundary that is held ({node.states=}) or pinned ({node.pins=}) cannot be forgotten"
+            )
         nodes = self.nodes.mutate()
         nodes[boundary] = node._replace(key=None)
-        _prune(nodes, boundary)
+        prune(nodes, boundary)
         return self._with(nodes)
 
-    def hold(self, boundary: int, tier: Tier) -> tuple[Index, tuple[bytes, ...]]:
-        """A tier holds the checkpoint of a boundary and all pages before it.
-
-        Returns:
-            The new index and the names of the pages that the tier did not hold before.
-        """
+    def hold(self, boundary: int, tier: Tier) -> Index:
+        """A tier holds the checkpoint of a boundary and all pages before it."""
         nodes = self.nodes.mutate()
         nodes[boundary] = nodes[boundary]._replace(states=nodes[boundary].states | tier.bit)
-        new, at = [], boundary
+        at = boundary
         while at and not nodes[at].rows & tier.bit:
-            node = nodes[at]
-            new.append(node.names)
-            nodes[at] = node._replace(rows=node.rows | tier.bit)
-            at = node.parent
+            nodes[at] = nodes[at]._replace(rows=nodes[at].rows | tier.bit)
+            at = nodes[at].parent
             nodes[at] = nodes[at].with_user(tier, 1)
-        return self._with(nodes), tuple(name for names in reversed(new) for name in names)
+        return self._with(nodes)
 
     def release(self, boundary: int, tier: Tier) -> tuple[Index, tuple[bytes, ...]]:
         """A tier holds the checkpoint of a boundary no longer, nor the pages that no checkpoint of this tier and
@@ -151,8 +148,33 @@ class Index:
         """
         nodes = self.nodes.mutate()
         nodes[boundary] = nodes[boundary]._replace(states=nodes[boundary].states & ~tier.bit)
-        freed = _trim(nodes, boundary, tier)
+        freed = trim(nodes, boundary, tier)
         return self._with(nodes), freed
+
+    def strip(self, top: int, tier: Tier) -> tuple[Index, tuple[bytes, ...], tuple[bytes, ...]]:
+        """A tier holds nothing any longer of a node and of all behind it, pinned or not.
+
+        Returns:
+            The new index, the keys of the checkpoints that the tier gives up, and the names of the pages.
+        """
+        nodes, left, keys, names = self.nodes.mutate(), [top], [], []
+        if not nodes[top].rows & tier.bit:
+            return self, (), ()
+        while left:
+            at = left.pop()
+            node = nodes[at]
+            if not node.rows & tier.bit:
+                continue
+            if node.states & tier.bit and node.key is not None:
+                keys.append(node.key)
+            names += node.names
+            left += node.children.values()
+            node = node._replace(rows=node.rows & ~tier.bit, states=node.states & ~tier.bit)
+            nodes[at] = node.with_user(tier, -node.users[tier])
+        above = nodes[top].parent
+        nodes[above] = nodes[above].with_user(tier, -1)
+        names += trim(nodes, above, tier)
+        return self._with(nodes), tuple(keys), tuple(names)
 
     def pin(self, boundary: int) -> Index:
         """What a boundary needs stays where it is until it is unpinned as often."""
@@ -182,7 +204,7 @@ class Index:
         while at and not nodes[at].pinned:
             at = nodes[at].parent
             nodes[at] = nodes[at].with_user(PINNED, -1)
-        freed = tuple((tier, _trim(nodes, boundary, tier)) for tier in Tier)
+        freed = tuple((tier, trim(nodes, boundary, tier)) for tier in Tier)
         return self._with(nodes), tuple((tier, names) for tier, names in freed if names)
 
     def touch(self, boundary: int, now: float) -> Index:
@@ -219,65 +241,3 @@ class Index:
 
     def _with(self, nodes: Nodes) -> Index:
         return Index(self.page, nodes.finish(), self.next_id)
-
-
-def _with_child(node: Node, child: Node, child_id: int) -> Node:
-    return node._replace(children=node.children.set(int(child.edge[0]), child_id))
-
-
-def _split(nodes: Nodes, lower_id: int, stop: int, upper_id: int, page: int) -> int:
-    """Cuts a node at `stop`. The lower half keeps id, boundary and children; the upper holds the pages that end in it,
-    and no checkpoint."""
-    lower = nodes[lower_id]
-    count = whole_pages(lower.start, stop, page)
-    users = tuple(int(bool(lower.rows & tier.bit)) for tier in Tier)
-    nodes[upper_id] = Node(
-        lower.parent,
-        lower.start,
-        stop,
-        lower.edge[: stop - lower.start],
-        Map({int(lower.edge[stop - lower.start]): lower_id}),
-        lower.names[:count],
-        lower.rows,
-        users=(*users, int(lower.pinned)),
-    )
-    nodes[lower_id] = lower._replace(
-        parent=upper_id, start=stop, edge=lower.edge[stop - lower.start :], names=lower.names[count:]
-    )
-    nodes[lower.parent] = _with_child(nodes[lower.parent], nodes[upper_id], upper_id)
-    return upper_id
-
-
-def _trim(nodes: Nodes, at: int, tier: Tier) -> tuple[bytes, ...]:
-    """Takes rows from a node and those before it while nothing in the tier needs them; their names."""
-    freed = []
-    while at:
-        node = nodes[at]
-        if not node.rows & tier.bit or node.states & tier.bit or node.users[tier] or node.pinned:
-            break
-        freed.append(node.names)
-        nodes[at] = node._replace(rows=node.rows & ~tier.bit)
-        at = node.parent
-        nodes[at] = nodes[at].with_user(tier, -1)
-    return tuple(name for names in reversed(freed) for name in names)
-
-
-def _prune(nodes: Nodes, at: int) -> None:
-    """Takes away a node that is no boundary and leads nowhere, then joins what is left in one piece."""
-    node = nodes[at]
-    while at and node.key is None and not node.children:
-        del nodes[at]
-        at = node.parent
-        node = nodes[at]._replace(children=nodes[at].children.delete(int(node.edge[0])))
-        nodes[at] = node
-    if at and node.key is None and len(node.children) == 1:
-        (below,) = node.children.values()
-        lower = nodes[below]
-        nodes[below] = lower._replace(
-            parent=node.parent,
-            start=node.start,
-            edge=np.concatenate([node.edge, lower.edge]),
-            names=node.names + lower.names,
-        )
-        nodes[node.parent] = _with_child(nodes[node.parent], nodes[below], below)
-        del nodes[at]

@@ -52,7 +52,9 @@ class KeyChain:
             ValueError: for a digest of another length, and for a unit that is not positive.
         """
         if len(namespace) != DIGEST_NBYTES:
-            raise ValueError(f"a namespace has {DIGEST_NBYTES} bytes, got {len(namespace)}; see Namespace.digest")
+            raise ValueError(
+                f"a namespace has {DIGEST_NBYTES} bytes, got {len(namespace)}; see Namespace.digest"
+            )
         return cls.resume(namespace, 0, unit)
 
     @classmethod
@@ -63,13 +65,19 @@ class KeyChain:
             ValueError: if `length` is no multiple of `unit`.
         """
         if unit < 1 or length % unit:
-            raise ValueError(f"{length=} must be a multiple of a positive {unit=}: keys are links at whole units")
+            raise ValueError(
+                f"{length=} must be a multiple of a positive {unit=}: keys are links at whole units"
+            )
         return cls(unit, length, link, np.empty(0, np.int32))
 
     @property
     def key(self) -> bytes:
         """The key of all tokens so far."""
-        return _link(self.link, self.tail, self.media, self.length - len(self.tail)) if len(self.tail) else self.link
+        return (
+            _link(self.link, self.tail, self.media, self.length - len(self.tail))
+            if len(self.tail)
+            else self.link
+        )
 
     def extend(self, tokens: ArrayLike, media: Sequence[Media] = ()) -> KeyChain:
         """The chain behind more tokens, at the cost of these alone.

@@ -16,10 +16,6 @@ class Placed(NamedTuple):
     kind: Kind
 
 
-RANK = (Kind.PROMPT_END, Kind.GENERATION_END, Kind.BRANCH, Kind.MISSING, Kind.MARK, Kind.INTERVAL)
-"""What goes first under an allowance, and what a boundary with two reasons is called."""
-
-
 def place(
     resumed: ResumePlan, num_tokens: int, limits: Limits, creation: Creation, marks: Iterable[int] = ()
 ) -> tuple[Placed, ...]:
@@ -31,20 +27,25 @@ def place(
     Args:
         resumed: the plan of this prefill.
         num_tokens: length of its prompt.
-        limits: grid, and how many checkpoints or bytes of state there may be. What does not fit is left out, the least
-            promising first: `RANK`, then the shallower.
+        limits: grid, and how many checkpoints or bytes of state there may be. What does not fit is left out from the
+            end of this order: prompt end, branch points, missing ones, marks, intervals, the step before the end;
+            among equals the shallower.
         creation: the kinds that are wanted, and the interval.
         marks: the caller's own boundaries: end of the system prompt, of the tools, of a turn.
     """
-    end = limits.floor(num_tokens)
-    wanted = [Placed(end, Kind.PROMPT_END), Placed(limits.floor(num_tokens - 1), Kind.PROMPT_END)]
-    wanted += [Placed(*missing) for missing in resumed.missing]
-    wanted += [Placed(limits.floor(mark), Kind.MARK) for mark in marks]
+    end, steps = limits.floor(num_tokens), range(0)
     if creation.interval:
         steps = range(creation.interval, num_tokens + 1, creation.interval)
-        wanted += [Placed(limits.floor(step), Kind.INTERVAL) for step in steps]
+    wanted = [
+        Placed(end, Kind.PROMPT_END),
+        *(Placed(*missing) for missing in reversed(resumed.missing) if missing.kind is Kind.BRANCH),
+        *(Placed(*missing) for missing in reversed(resumed.missing) if missing.kind is not Kind.BRANCH),
+        *(Placed(limits.floor(mark), Kind.MARK) for mark in sorted(marks, reverse=True)),
+        *(Placed(limits.floor(step), Kind.INTERVAL) for step in reversed(steps)),
+        Placed(limits.floor(num_tokens - 1), Kind.PROMPT_END),
+    ]
     held, chosen = {resumed.boundary, *resumed.held}, {}
-    for placed in sorted(wanted, key=lambda placed: (RANK.index(placed.kind), -placed.boundary)):
+    for placed in wanted:
         inside = resumed.boundary < placed.boundary <= end and placed.boundary not in held
         if inside and placed.kind in creation.kinds:
             chosen.setdefault(placed.boundary, placed)

@@ -131,9 +131,9 @@ def _sources(seen: View, stop: int, tiers: int) -> tuple[Source, ...]:
 
 
 def _missing(seen: View, boundary: int, last: int, latent_hit: int, limits: Limits) -> tuple[Missing, ...]:
-    """Boundaries worth a checkpoint: where known prompts and this one part, where latents end, and every one remembered."""
-    ends = {item.boundary for item in seen.boundaries}
-    parting = Kind.MISSING if seen.length in ends else Kind.BRANCH
-    found = {limits.floor(min(seen.length, last)): parting, limits.floor(latent_hit): Kind.MISSING}
-    found |= {limits.floor(end): Kind.MISSING for end in ends if end <= last}
+    """Boundaries worth a checkpoint: every one remembered, and where this prompt leaves what is known of it."""
+    ends = [item.boundary for item in seen.boundaries if item.boundary <= last]
+    found = dict.fromkeys(map(limits.floor, ends), Kind.MISSING)
+    parting = min(max(seen.length, latent_hit), last)
+    found.setdefault(limits.floor(parting), Kind.MISSING if latent_hit > seen.length else Kind.BRANCH)
     return tuple(Missing(at, kind) for at, kind in sorted(found.items()) if at > boundary)

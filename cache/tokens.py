@@ -59,8 +59,8 @@ def check_media(media: Iterable[Media], num_tokens: int) -> tuple[Media, ...]:
 class MediaIds(NamedTuple):
     """Small numbers for media digests, so that tokens with media compare exactly and as fast as tokens without.
 
-    An image's first placeholder gets a negative id of its own, given out once a digest; the placeholders behind it stay,
-    so that two short images and one long image differ. Ids hold in one process only: keys are made from digests.
+    An image's first placeholder gets a negative id of its own, given out once a digest; the placeholders behind it
+    stay, so that two short images and one long image differ. Ids hold in one process only: keys are made from digests.
     """
 
     ids: Map[bytes, int] = Map()

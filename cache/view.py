@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from cache.index import Index, Match
@@ -73,7 +74,7 @@ def merge(a: View, b: View) -> View:
     edges = sorted({edge for rows in (*a.rows, *b.rows) for edge in rows[:2]})
     rows = [
         Rows(start, stop, _tiers_at(a.rows, start) | _tiers_at(b.rows, start))
-        for start, stop in zip(edges, edges[1:])
+        for start, stop in pairwise(edges)
     ]
     found = {seen.boundary: seen for seen in a.boundaries}
     for seen in b.boundaries:
