@@ -35,9 +35,10 @@ def as_tokens(tokens: ArrayLike) -> Tokens:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(f"token ids are a row of integers, got {array.dtype} of shape {array.shape}")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= 2**31:
-        raise ValueError(f"token ids lie in [0, 2**31), got {low} to {high}")
+    array = array.astype(np.int32) if array.dtype.itemsize < 4 else array
+    # as unsigned numbers, those below 0 are the largest: one pass finds both ends
+    if int(array.view(array.dtype.str.replace("i", "u")).max()) >= 2**31:
+        raise ValueError(f"token ids lie in [0, 2**31), got {array.min()} to {array.max()}")
     return array.astype(np.int32, copy=False)
 
 

@@ -58,14 +58,16 @@ class View(NamedTuple):
 def view(index: Index, tokens: Tokens, match: Match | None = None) -> View:
     """What an index knows of a prompt. `match` is its match of these tokens, where the caller has it."""
     match, page = match or index.match(tokens), index.page
-    rows, boundaries = [], []
+    rows, boundaries, start, tiers, row = [], [], 0, 0, 0
     for node in match.nodes:
-        stop = min(node.stop, match.length)
-        start, end = node.start // page * page, stop // page * page
-        if node.rows and start < end:
-            rows.append(Rows(start, end, node.rows))
+        stop = node.stop if node.stop <= match.length else match.length
+        if node.rows != tiers and stop // page * page > row:
+            rows.append(Rows(start, row, tiers))
+            start, tiers = row, node.rows
+        row = stop // page * page
         if node.key is not None and node.stop == stop:
             boundaries.append(Seen(stop, node.states, node.key))
+    rows.append(Rows(start, row, tiers))
     return View(match.length, _joined(rows), tuple(boundaries))
 
 
@@ -89,11 +91,11 @@ def _tiers_at(spans: tuple[Rows, ...], row: int) -> int:
 
 
 def _joined(spans: list[Rows]) -> tuple[Rows, ...]:
-    """Neighbours in the same tiers as one, and none that is nowhere."""
+    """Neighbours in the same tiers as one, and none that is empty or nowhere."""
     joined: list[Rows] = []
     for rows in spans:
         if joined and joined[-1].stop == rows.start and joined[-1].tiers == rows.tiers:
             joined[-1] = joined[-1]._replace(stop=rows.stop)
-        elif rows.tiers:
+        elif rows.tiers and rows.start < rows.stop:
             joined.append(rows)
     return tuple(joined)

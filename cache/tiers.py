@@ -1,0 +1,154 @@
+"""Bytes on their way between tiers: down before they are given up, up when they are wanted.
+
+All reading and writing happens here, outside of the store's changes. A copy is published when all of it is written; what
+cannot be read is a miss, and is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from cache.errors import Broken
+from cache.holder import Holder
+from cache.payload import Payload
+from cache.store import Store
+from cache.tier import ALL_TIERS, Tier, fastest
+
+
+class Storage(Protocol):
+    """Where one tier's bytes lie.
+
+    What `write` returns is what the store keeps: the bytes themselves, or something that says where they are. If that
+    stands for something outside of Python, as a file or pages of a pool, it gives that back when it is collected
+    (`weakref.finalize`): then no version of the store has it any more.
+    """
+
+    def write(self, name: str, payload: Payload) -> Payload:
+        """Writes named bytes, all or nothing. Raises OSError if that is not possible."""
+        ...
+
+    def read(self, name: str, kept: Payload) -> Payload:
+        """The bytes that were written. Raises OSError, or ValueError for other bytes, if that is not possible."""
+        ...
+
+
+class InMemory:
+    """Storage whose bytes the store itself keeps: device and host memory."""
+
+    def __init__(self, convert: Callable[[Payload], Payload] = lambda payload: payload) -> None:
+        """`convert` brings arrays here from another tier, as `jax.device_put` or `np.asarray` of each."""
+        self._convert = convert
+
+    def write(self, name: str, payload: Payload) -> Payload:
+        """The payload, brought here."""
+        return self._convert(payload)
+
+    def read(self, name: str, kept: Payload) -> Payload:
+        """What was kept."""
+        return kept
+
+
+Storages = Mapping[Tier, Storage]
+
+
+class Loaded(NamedTuple):
+    """A checkpoint, whole: the state, and all pages of latents before the boundary."""
+
+    state: Payload
+    pages: tuple[Payload, ...]
+
+
+def load(store: Store, key: bytes, storages: Storages, tiers: int = ALL_TIERS) -> Loaded:
+    """Reads a checkpoint and all pages before it, each from the fastest tier that holds it.
+
+    Raises:
+        Broken: if any part cannot be read. Nothing of the others is returned.
+        KeyError: if no tier holds the checkpoint.
+    """
+    states = store.prompts.node(key).states & tiers
+    if not states:
+        raise KeyError(f"checkpoint {key.hex()[:16]} is in none of the tiers to load from")
+    state = _read(store, key, fastest(states), None, storages)
+    pages = tuple(
+        _read(store, key, fastest(held & tiers), name, storages) for name, held in _pages(store, key)
+    )
+    return Loaded(state, pages)
+
+
+def promote(holder: Holder, key: bytes, tier: Tier, storages: Storages, now: float) -> bool:
+    """Copies a checkpoint to a faster tier; where it was, it stays. Whether it is there now."""
+    return _copy(holder, key, tier, storages, now)
+
+
+def demote(holder: Holder, key: bytes, tier: Tier, storages: Storages, now: float) -> bool:
+    """Takes a checkpoint from a tier, after copying it to the next slower one that has a budget and room.
+
+    Whether a slower tier holds it now; if not, it is gone.
+    """
+    slower = [other for other in sorted(holder.store.shelves) if other > tier]
+    kept = any(_copy(holder, key, other, storages, now) for other in slower)
+    holder.update(lambda store: store.drop(key, tier, now))
+    return kept
+
+
+def make_room(holder: Holder, tier: Tier, num_bytes: int, storages: Storages, now: float) -> bool:
+    """Demotes what is worth least until a tier has `num_bytes` free. Whether it has."""
+    shelf = holder.store.shelves[tier]
+    needed = shelf.nbytes + num_bytes - shelf.budget
+    for key in shelf.policy.victims(needed, now) if needed > 0 else ():
+        if key not in holder.store.pinned:
+            demote(holder, key, tier, storages, now)
+        if holder.store.shelves[tier].nbytes + num_bytes <= shelf.budget:
+            break
+    return holder.store.shelves[tier].nbytes + num_bytes <= shelf.budget
+
+
+def _copy(holder: Holder, key: bytes, tier: Tier, storages: Storages, now: float) -> bool:
+    """Whether a tier holds a checkpoint, after copying what it lacks of it."""
+    store = holder.store
+    if key not in store.prompts.places or not store.prompts.node(key).states:
+        return False
+    try:
+        if not store.prompts.node(key).states & tier.bit:
+            source = fastest(store.prompts.node(key).states)
+            state = _read(store, key, source, None, storages)
+            lacks = dict(_lacking(store, key, tier))
+            pages = {n: _read(store, key, fastest(held), n, storages) for n, held in lacks.items()}
+            kept = {n: storages[tier].write(_page(n), payload) for n, payload in pages.items()}
+            state = storages[tier].write(_state(key), state)
+            store = holder.update(lambda latest: latest.copied(key, tier, state, kept, now))
+    except Broken as broken:
+        holder.update(lambda latest: latest.lose(key, broken.tier, now, broken.page))
+        return False
+    except OSError:  # the target cannot take it: as good as no room
+        return False
+    return key in store.shelves[tier].states
+
+
+def _read(store: Store, key: bytes, tier: Tier, page: bytes | None, storages: Storages) -> Payload:
+    shelf = store.shelves[tier]
+    try:
+        if page is None:
+            return storages[tier].read(_state(key), shelf.states[key])
+        return storages[tier].read(_page(page), shelf.pages[page])
+    except (OSError, ValueError) as error:
+        raise Broken(key, tier, page, str(error)) from error
+
+
+def _pages(store: Store, key: bytes) -> Iterator[tuple[bytes, int]]:
+    """Names of the pages before a boundary, in order, and the tiers that hold each."""
+    path = list(store.prompts.index(key).ancestors(store.prompts.places[key].node))
+    return ((name, node.rows) for _, node in reversed(path) for name in node.names)
+
+
+def _lacking(store: Store, key: bytes, tier: Tier) -> Iterator[tuple[bytes, int]]:
+    return (page for page in _pages(store, key) if not page[1] & tier.bit)
+
+
+def _state(key: bytes) -> str:
+    return f"state/{key.hex()}"
+
+
+def _page(name: bytes) -> str:
+    return f"page/{name.hex()}"
