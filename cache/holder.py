@@ -1,4 +1,4 @@
-"""One store for many threads: each reads a version that does not change, and changes swap versions one after another."""
+"""One store for many threads: who reads has a version that does not change; changes come one after another."""
 
 from __future__ import annotations
 

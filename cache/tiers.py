@@ -1,7 +1,7 @@
 """Bytes on their way between tiers: down before they are given up, up when they are wanted.
 
-All reading and writing happens here, outside of the store's changes. A copy is published when all of it is written; what
-cannot be read is a miss, and is dropped.
+All reading and writing happens here, outside of the store's changes. A copy is published when all of it is written;
+what cannot be read is a miss, and is dropped.
 """
 
 from __future__ import annotations
@@ -105,25 +105,39 @@ def make_room(holder: Holder, tier: Tier, num_bytes: int, storages: Storages, no
 
 
 def _copy(holder: Holder, key: bytes, tier: Tier, storages: Storages, now: float) -> bool:
-    """Whether a tier holds a checkpoint, after copying what it lacks of it."""
+    """Whether a tier holds a checkpoint, after copying what it lacks of it from where that can be read."""
     store = holder.store
-    if key not in store.prompts.places or not store.prompts.node(key).states:
-        return False
-    try:
-        if not store.prompts.node(key).states & tier.bit:
-            source = fastest(store.prompts.node(key).states)
-            state = _read(store, key, source, None, storages)
-            lacks = dict(_lacking(store, key, tier))
-            pages = {n: _read(store, key, fastest(held), n, storages) for n, held in lacks.items()}
-            kept = {n: storages[tier].write(_page(n), payload) for n, payload in pages.items()}
-            state = storages[tier].write(_state(key), state)
-            store = holder.update(lambda latest: latest.copied(key, tier, state, kept, now))
-    except Broken as broken:
-        holder.update(lambda latest: latest.lose(key, broken.tier, now, broken.page))
-        return False
-    except OSError:  # the target cannot take it: as good as no room
-        return False
-    return key in store.shelves[tier].states
+    while key in store.prompts.places and store.prompts.node(key).states:
+        if store.prompts.node(key).states & tier.bit:
+            return True
+        try:
+            state, pages = _brought(store, key, tier, storages)
+        except Broken as broken:
+            store = holder.update(_losing(broken, now))
+        except OSError:  # the tier cannot take it: as good as no room
+            return False
+        else:
+            return key in holder.update(_publishing(key, tier, state, pages, now)).shelves[tier].states
+    return False
+
+
+def _brought(store: Store, key: bytes, tier: Tier, storages: Storages) -> tuple[Payload, dict[bytes, Payload]]:
+    """A checkpoint's state and the pages that a tier lacks of it, read where they are and written there."""
+    lacks = [(name, held) for name, held in _pages(store, key) if not held & tier.bit]
+    state = _read(store, key, fastest(store.prompts.node(key).states), None, storages)
+    pages = {name: _read(store, key, fastest(held), name, storages) for name, held in lacks}
+    written = {name: storages[tier].write(_page(name), page) for name, page in pages.items()}
+    return storages[tier].write(_state(key), state), written
+
+
+def _losing(broken: Broken, now: float) -> Callable[[Store], Store]:
+    return lambda store: store.lose(broken.key, broken.tier, now, broken.page)
+
+
+def _publishing(
+    key: bytes, tier: Tier, state: Payload, pages: Mapping[bytes, Payload], now: float
+) -> Callable[[Store], Store]:
+    return lambda store: store.copied(key, tier, state, pages, now)
 
 
 def _read(store: Store, key: bytes, tier: Tier, page: bytes | None, storages: Storages) -> Payload:
@@ -140,10 +154,6 @@ def _pages(store: Store, key: bytes) -> Iterator[tuple[bytes, int]]:
     """Names of the pages before a boundary, in order, and the tiers that hold each."""
     path = list(store.prompts.index(key).ancestors(store.prompts.places[key].node))
     return ((name, node.rows) for _, node in reversed(path) for name in node.names)
-
-
-def _lacking(store: Store, key: bytes, tier: Tier) -> Iterator[tuple[bytes, int]]:
-    return (page for page in _pages(store, key) if not page[1] & tier.bit)
 
 
 def _state(key: bytes) -> str:
