@@ -21,14 +21,15 @@ def place(
 ) -> tuple[Placed, ...]:
     """The boundaries of a prefill, shallow to deep.
 
-    All lie beyond the resume boundary, on the grid and at most at the prompt's end. A prompt that ends on the grid gets
+    All lie beyond the resume boundary, on the grid and at most at the prompt's end; those before the end beyond all that
+    was known of the prompt. A prompt that ends on the grid gets
     one more a step before its end, so that the same prompt, which must compute its last token, can resume too.
 
     Args:
         resumed: the plan of this prefill.
         num_tokens: length of its prompt.
         limits: grid, and how many checkpoints or bytes of state there may be. What does not fit is left out from the
-            end of this order: prompt end, branch points, missing ones, marks, intervals, the step before the end;
+            end of this order: prompt end, branch points, missing ones, marks, those before the end, intervals, the step before the end;
             among equals the shallower.
         creation: the kinds that are wanted, and the interval.
         marks: the caller's own boundaries: end of the system prompt, of the tools, of a turn.
@@ -41,12 +42,15 @@ def place(
         *(Placed(*missing) for missing in reversed(resumed.missing) if missing.kind is Kind.BRANCH),
         *(Placed(*missing) for missing in reversed(resumed.missing) if missing.kind is not Kind.BRANCH),
         *(Placed(limits.floor(mark), Kind.MARK) for mark in sorted(marks, reverse=True)),
+        *(Placed(limits.floor(end - tokens), Kind.BEFORE_END) for tokens in sorted(creation.before_end)),
         *(Placed(limits.floor(step), Kind.INTERVAL) for step in reversed(steps)),
         Placed(limits.floor(num_tokens - 1), Kind.PROMPT_END),
     ]
+    known = max((missing.boundary for missing in resumed.missing), default=resumed.boundary)
     held, chosen = {resumed.boundary, *resumed.held}, {}
     for placed in wanted:
-        inside = resumed.boundary < placed.boundary <= end and placed.boundary not in held
+        start = known if placed.kind is Kind.BEFORE_END else resumed.boundary
+        inside = start < placed.boundary <= end and placed.boundary not in held
         if inside and placed.kind in creation.kinds:
             chosen.setdefault(placed.boundary, placed)
     return tuple(sorted(list(chosen.values())[: _allowed(limits)]))

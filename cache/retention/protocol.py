@@ -23,6 +23,8 @@ class Kind(StrEnum):
     INTERVAL = "interval"
     MARK = "mark"
     """The caller's own: the end of a system prompt, of tools, of a turn."""
+    BEFORE_END = "before_end"
+    """A little before a prompt's end, where later prompts are expected to part from it."""
 
 
 class Boundary(NamedTuple):
@@ -56,14 +58,18 @@ class Creation:
     Attributes:
         kinds: the kinds that are made.
         interval: tokens between boundaries of `Kind.INTERVAL`; 0 makes none.
+        before_end: how many tokens before a prompt's end there is a boundary of `Kind.BEFORE_END`, for each.
     """
 
     kinds: frozenset[Kind] = frozenset(Kind)
     interval: int = 0
+    before_end: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.interval < 0:
             raise ValueError(f"{self.interval=} must not be negative; 0 makes no boundaries at intervals")
+        if any(tokens < 1 for tokens in self.before_end):
+            raise ValueError(f"{self.before_end=} are distances before a prompt's end, each positive")
 
 
 class Policy(Protocol):

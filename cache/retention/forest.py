@@ -1,0 +1,199 @@
+"""The boundaries that are remembered, which of them are held, and what each held one is worth.
+
+A request that comes to a boundary is served by the deepest held one at or before it. So a held checkpoint earns the sum
+of the rates of all boundaries that it serves, times the tokens to the next held one below it, for the bytes that dropping
+it would free: its state, and the latents that no other held one needs. Every change costs a walk over what it touches,
+and no scan over what is held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from cache.retention.protocol import Boundary, Kind
+from cache.retention.versions import Journal
+
+_ROOT = Boundary(b"", 0, None, (), Kind.MARK, 0, 0, 0)
+
+
+class Remembered:
+    """A boundary, held or not.
+
+    Attributes:
+        key: its name; empty for the forest's root, which stands for a cold start.
+        tokens: before it.
+        kind: why it was made.
+        turn: prompts that its path had seen.
+        step: tokens from its parent, when it was made.
+        request: how many requests had come when it was made.
+        ahead: tokens to the nearest prompt end behind it, when it was made; 0 if there was none.
+        state_nbytes: of its state.
+        row_nbytes: of one token's latent.
+        parent: the deepest remembered boundary before it; the root's is itself.
+        children: those whose parent it is, by key.
+        held: whether its bytes are there.
+        server: the deepest held one at or before it.
+        behind: its children that are held or have held ones behind them, by key.
+        rate: uses a second that are expected of it.
+        earned: the sum of the rates of all that it serves.
+        uses: how often it was the deepest on a request's path.
+        left: whether a conversation that ended here went on from here.
+        since: when it was used last, or made.
+        row: of its class.
+        age_bin: that it is in.
+        hint: what a search for the least worth takes its worth to be, at most. Not part of a version.
+    """
+
+    __slots__ = (
+        *("age_bin", "ahead", "behind", "children", "earned", "held", "hint", "key", "kind", "left"),
+        *("parent", "rate", "request", "row", "row_nbytes", "server", "since", "state_nbytes", "step", "tokens", "turn", "uses"),
+    )
+
+    def __init__(self, boundary: Boundary, parent: Remembered | None, now: float) -> None:
+        self.key = boundary.key
+        self.tokens = boundary.tokens
+        self.kind: str = boundary.kind
+        self.turn = boundary.turn
+        self.state_nbytes = boundary.state_nbytes
+        self.row_nbytes = boundary.row_nbytes
+        self.parent: Remembered = self if parent is None else parent
+        self.step = self.tokens - self.parent.tokens
+        self.ahead = self.request = 0
+        self.children: dict[bytes, Remembered] = {}
+        self.behind: dict[bytes, Remembered] = {}
+        self.held = parent is None
+        self.server: Remembered = self if parent is None else parent.server
+        self.rate = self.earned = 0.0
+        self.uses = 0
+        self.left = False
+        self.since = now
+        self.row = self.age_bin = 0
+        self.hint = math.inf
+
+    @property
+    def lower(self) -> Remembered:
+        """The held one that serves in its place when it is dropped."""
+        return self.parent.server
+
+    @property
+    def freed(self) -> int:
+        """Bytes that go with it."""
+        if self.behind:
+            return self.state_nbytes
+        return self.state_nbytes + self.row_nbytes * (self.tokens - _shared(self).tokens)
+
+    @property
+    def worth(self) -> float:
+        """Tokens that holding it saves, a second and a byte freed."""
+        return max(0.0, self.earned) * (self.tokens - self.lower.tokens) / max(self.freed, 1)
+
+
+class Forest:
+    """All remembered boundaries. Changes go through a journal; `lowered` collects those whose worth may have fallen."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.root = Remembered(_ROOT, None, 0.0)
+        self.members: dict[bytes, Remembered] = {}
+        self.lowered: list[Remembered] = []
+
+    def add(self, boundary: Boundary, now: float) -> Remembered:
+        """Remembers a boundary between its parent and those of the parent's children that lie behind it."""
+        journal = self._journal
+        parent = self.root if boundary.parent is None else self.members[boundary.parent]
+        new = Remembered(boundary, parent, now)
+        for key in boundary.children:
+            child = self.members[key]
+            journal.remove(parent.children, key)
+            journal.set(child, "parent", new)
+            new.children[key] = child
+            if parent.behind.get(key) is child:
+                journal.remove(parent.behind, key)
+                new.behind[key] = child
+        if new.behind:
+            journal.put(parent.behind, new.key, new)
+        journal.put(parent.children, new.key, new)
+        journal.put(self.members, new.key, new)
+        return new
+
+    def forget(self, gone: Remembered) -> None:
+        """Takes away a boundary that is not held."""
+        journal, parent = self._journal, gone.parent
+        self.set_rate(gone, 0.0)
+        journal.remove(parent.children, gone.key)
+        if gone.behind:
+            journal.remove(parent.behind, gone.key)
+        for key, child in gone.children.items():
+            journal.set(child, "parent", parent)
+            journal.put(parent.children, key, child)
+        for key, child in gone.behind.items():
+            journal.put(parent.behind, key, child)
+        journal.remove(self.members, gone.key)
+
+    def set_rate(self, member: Remembered, rate: float) -> None:
+        """Another rate, of which its server hears."""
+        change, server = rate - member.rate, member.server
+        if change:
+            self._journal.set(member, "rate", rate)
+            self._journal.set(server, "earned", server.earned + change)
+            if change < 0 and server is not self.root:
+                self.lowered.append(server)
+
+    def hold(self, new: Remembered) -> None:
+        """Its bytes are there from now on."""
+        journal, old = self._journal, new.server
+        journal.set(new, "held", True)
+        self._hand_over(new, old, new)
+        member = new
+        while member is not self.root and member.key not in member.parent.behind:
+            journal.put(member.parent.behind, member.key, member)
+            member = member.parent
+        self.lowered += (old, new)
+
+    def drop(self, gone: Remembered) -> None:
+        """Its bytes are gone."""
+        journal = self._journal
+        journal.set(gone, "held", False)
+        self._hand_over(gone, gone, gone.lower)
+        member = gone
+        while member is not self.root and not member.held and not member.behind:
+            journal.remove(member.parent.behind, member.key)
+            member = member.parent
+        # who is left alone behind this place now pays for latents that were shared
+        while not member.held and len(member.behind) == 1:
+            (member,) = member.behind.values()
+        if member is not gone:
+            self.lowered.append(member)
+
+    def _hand_over(self, start: Remembered, old: Remembered, new: Remembered) -> None:
+        """All that `old` serves at and behind `start` is served by `new`."""
+        journal, left, moved = self._journal, [start], 0.0
+        while left:
+            member = left.pop()
+            journal.set(member, "server", new)
+            moved += member.rate
+            for child in member.children.values():
+                if child.held:
+                    self.lowered.append(child)
+                else:
+                    left.append(child)
+        journal.set(old, "earned", old.earned - moved)
+        journal.set(new, "earned", new.earned + moved)
+
+
+def _shared(member: Remembered) -> Remembered:
+    """The deepest boundary before a held one whose latents stay when that is dropped."""
+    above = member.parent
+    while not above.held and len(above.behind) == 1:
+        above = above.parent
+    return above
+
+
+def serving(member: Remembered) -> Iterator[Remembered]:
+    """All that a held boundary serves, found by a walk: what `earned` sums."""
+    left = [member]
+    while left:
+        member = left.pop()
+        yield member
+        left += (child for child in member.children.values() if not child.held)

@@ -1,0 +1,166 @@
+"""How soon boundaries of a class are used again, learned while they age."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.retention.versions import Journal
+
+Class: TypeAlias = tuple[int | str, ...]
+"""What is alike about boundaries, the coarsest trait first: `("prompt_end", 2, 0, 3)` lies in `("prompt_end", 2, 0)`."""
+Table: TypeAlias = NDArray[np.float64]
+
+NUM_BINS = 21
+"""Ages are told apart by the power of two below them: under 1 s, under 2 s, under 4 s, ..., 6 days and more."""
+EDGES = (0.0, *(2.0**b for b in range(NUM_BINS)))
+_WIDTHS = np.diff(EDGES)
+
+# How much is believed before anything is seen, in events: a boundary of which nothing is known is used in the next
+# doubling of its age with a chance of one in twenty, and a class is used like the class around it.
+FIRST_CHANCE = 0.05
+EVENTS_OF_PRIOR = 1.0
+EVENTS_OF_CLASS = 2.0
+EVENTS_OF_AGE = 5.0
+
+
+def age_bin(age: float) -> int:
+    """The bin of an age in seconds."""
+    return min(int(age).bit_length(), NUM_BINS - 1) if age >= 1 else 0
+
+
+def hazards(uses: Table, seconds: Table, parents: NDArray[np.int64], depths: NDArray[np.int64]) -> Table:
+    """Uses a second, by class and bin.
+
+    A class takes the shape of the class around it, scaled by how much more often its members were used than that would
+    have them, and departs from it bin by bin as far as it has seen events there.
+
+    Args:
+        uses: `[classes, bins]`, of members of the class itself and of the classes inside it.
+        seconds: that these members spent in the bin.
+        parents: the class around each, `[classes]`; row 0 is the class of everything.
+        depths: how many classes are around each.
+    """
+    rates = np.empty_like(uses)
+    before = FIRST_CHANCE / _WIDTHS[0]
+    for b in range(NUM_BINS):
+        expected = before * _WIDTHS[b - 1] / _WIDTHS[b] if b else before
+        before = (uses[0, b] + EVENTS_OF_PRIOR) / (seconds[0, b] + EVENTS_OF_PRIOR / expected)
+        rates[0, b] = before
+    for depth in range(1, int(depths.max()) + 1):
+        at = np.flatnonzero(depths == depth)
+        around = rates[parents[at]]
+        scale = (uses[at].sum(1) + EVENTS_OF_CLASS) / (
+            (seconds[at] * around).sum(1) + EVENTS_OF_CLASS
+        )
+        expected = scale[:, None] * around
+        rates[at] = (uses[at] + EVENTS_OF_AGE) / (seconds[at] + EVENTS_OF_AGE / expected)
+    return rates
+
+
+def best_rates(rates: Table) -> Table:
+    """What holding a boundary of an age is worth in uses a second, `[classes, bins]`, if it is held as long as is best.
+
+    Holding it from the middle of its bin up to the end of a later one brings one use with some chance and takes some
+    expected time; the rate is the largest ratio of the two over all ends. So a boundary that will be used in a minute or
+    never keeps its rate through that minute. Source: Gittins, "Bandit processes and dynamic allocation indices", 1979.
+    """
+    used = rates * _WIDTHS
+    survived = np.cumsum(used, axis=1)
+    middle = survived - used / 2
+    # expected seconds in each bin for who enters the first bin unused
+    seconds = np.exp(used - survived) * -np.expm1(-used) / rates
+    later = np.cumsum(seconds, axis=1)
+    own = -np.expm1(-used / 2) / rates
+    chance = -np.expm1(np.minimum(middle[:, :, None] - survived[:, None, :], 0.0))
+    time = own[:, :, None] + (later[:, None, :] - later[:, :, None]) * np.exp(np.minimum(middle, 600.0))[:, :, None]
+    ends_later = np.triu(np.ones((NUM_BINS, NUM_BINS), bool))
+    return np.where(ends_later, chance / np.maximum(time, own[:, :, None]), 0.0).max(axis=2)
+
+
+class Known(NamedTuple):
+    """A class that was met: its row, the row of the class around it, and how many are around it."""
+
+    row: int
+    parent: int
+    depth: int
+
+
+Count: TypeAlias = tuple[float, float, int]
+"""Of one class at one age: uses, `offset` and members. Exposure is kept without touching those who age: each member takes
+the time that it comes from `offset` and gives the time that it leaves, so that `offset + members * now` is the time that
+all of them, gone or still there, have spent until now."""
+_NONE: Count = (0.0, 0.0, 0)
+
+
+class ReuseRates:
+    """Counts by class and age, and the rates that follow from them."""
+
+    def __init__(self, journal: Journal, counts: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Without counts, or with those that `counts` gave."""
+        self._journal = journal
+        self.known: dict[Class, Known] = {(): Known(0, 0, 0)}
+        self.around: dict[int, int] = {0: 0}
+        self.cells: dict[tuple[int, int], Count] = {}
+        self.table: list[list[float]] = []
+        for each in counts:
+            row = self.row(tuple(each["class"]))
+            pairs = enumerate(zip(each["uses"], each["seconds"]))
+            self.cells |= {(row, at): (*pair, 0) for at, pair in pairs if any(pair)}
+        self.learn(0.0)
+
+    def row(self, wanted: Class) -> int:
+        """The row of a class, which is known from now on."""
+        known = self.known.get(wanted)
+        if known is None:
+            parent = self.row(wanted[:-1])
+            known = Known(len(self.known), parent, len(wanted))
+            self._journal.put(self.known, wanted, known)
+            self._journal.put(self.around, known.row, parent)
+        return known.row
+
+    def rate(self, row: int, age_bin: int) -> float:
+        """Uses a second, as of the last `learn`; of a class that is younger, as the class around it has them."""
+        while row >= len(self.table):
+            row = self.around[row]
+        return self.table[row][age_bin]
+
+    def enter(self, row: int, age_bin: int, at: float) -> None:
+        """A boundary comes into a bin."""
+        uses, offset, members = self.cells.get((row, age_bin), _NONE)
+        self._journal.put(self.cells, (row, age_bin), (uses, offset - at, members + 1))
+
+    def leave(self, row: int, age_bin: int, at: float, *, used: bool = False) -> None:
+        """A boundary leaves a bin, because it was used or for another reason."""
+        uses, offset, members = self.cells[row, age_bin]
+        self._journal.put(self.cells, (row, age_bin), (uses + used, offset + at, members - 1))
+
+    def learn(self, now: float) -> None:
+        """Rates as all that was counted until now has them."""
+        parents = np.array([each.parent for each in self.known.values()])
+        depths = np.array([each.depth for each in self.known.values()])
+        uses, seconds = self._own(now)
+        for depth in range(int(depths.max()), 0, -1):
+            inner = np.flatnonzero(depths == depth)
+            for counts in (uses, seconds):
+                np.add.at(counts, parents[inner], counts[inner])
+        self._journal.set(self, "table", best_rates(hazards(uses, seconds, parents, depths)).tolist())
+
+    def counts(self, now: float) -> list[dict[str, Any]]:
+        """Uses and seconds by age until now, of the members of each class that are in no class inside it."""
+        own = zip(self.known, *self._own(now))
+        return [
+            {"class": list(name), "uses": uses.tolist(), "seconds": seconds.tolist()}
+            for name, uses, seconds in own
+        ]
+
+    def _own(self, now: float) -> Table:
+        """The same, `[2, classes, bins]`."""
+        counts = np.zeros((2, len(self.known), NUM_BINS))
+        for (row, at), (uses, offset, members) in self.cells.items():
+            counts[:, row, at] = uses, max(offset + members * now, 0.0)
+        return counts
+
