@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.trace import BLOCK, Request
@@ -11,7 +11,7 @@ from cache.namespace import Namespace
 from cache.payload import Sized
 from cache.placement import place
 from cache.plan import Limits
-from cache.retention import Policy
+from cache.retention import Kind, Policy
 from cache.store import Store
 from cache.tier import Tier
 
@@ -30,7 +30,6 @@ def replay(
     policy: Policy,
     sizes: Sizes,
     budget_gb: float,
-    log: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
     """Serves every request, one after the other, from one tier.
 
@@ -39,7 +38,6 @@ def replay(
         policy: an empty one.
         sizes: of the model.
         budget_gb: for latents and checkpoints together, in 10^9 bytes.
-        log: told how many requests are done, now and then.
 
     Returns:
         `recomputed`: tokens not resumed over tokens of all prompts; `hits`: requests that resumed anywhere;
@@ -57,7 +55,7 @@ def replay(
     state, page = Sized(sizes.checkpoint), Sized(BLOCK * sizes.row)
     recomputed = total = hits = 0
     start = time.perf_counter()
-    for done, request in enumerate(requests):
+    for request in requests:
         tokens, now = request.tokens(), request.seconds
         seen = store.match(namespace, tokens)
         resumed = store.plan(seen, len(tokens), limits)
@@ -66,13 +64,14 @@ def replay(
         total += len(tokens)
         hits += resumed.boundary > 0
         creation = store.shelves[Tier.DEVICE].policy.creation
+        if Kind.PROMPT_END not in creation.kinds and Kind.MISSING in creation.kinds:
+            end = limits.floor(len(tokens))
+            store = store.remember(namespace, tokens[:end], kind=Kind.PROMPT_END, now=now) if end else store
         # the deepest first: a shallow one alone would be weighed as if it had to serve what lies behind it
         for boundary, kind in reversed(place(resumed, len(tokens), limits, creation)):
             store = store.put(
                 namespace, tokens[:boundary], state, [page] * (boundary // BLOCK), kind=kind, now=now
             )
-        if done % 200 == 0:
-            log(done)
     seconds = time.perf_counter() - start
     counts, held = store.stats().counts, store.stats().tiers[Tier.DEVICE]
     return {

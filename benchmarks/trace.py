@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,10 +44,11 @@ def read(path: Path) -> list[Request]:
         ValueError: for a line that is no request.
     """
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        return list(_requests(lines, path))
+        return list(parse(lines, path))
 
 
-def _requests(lines: Iterator[str], path: Path) -> Iterator[Request]:
+def parse(lines: Iterable[str], path: Path) -> Iterator[Request]:
+    """Requests of a trace's lines; `path` names it in errors."""
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

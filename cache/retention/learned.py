@@ -18,8 +18,11 @@ ENDS = (Kind.PROMPT_END, Kind.GENERATION_END)
 BEFORE_END = (64, 128, 256, 512, 1024, 2048)
 """Distances before a prompt's end at which checkpoints may be made, once prompts were seen to part there."""
 PARTS_OFTEN = 1 / 32
-"""A distance is worth trying if prompts parted there this often for each prompt that went on from a prompt's end."""
-_FEW = 8
+"""A distance is worth trying if prompts part there this often for each one that goes on from a prompt's end. Before
+anything is seen, each is believed to have been met once, in this many."""
+_SEEN_ONCE_IN = 8
+LEARNS_EVERY = 64
+"""Requests between two looks at what was counted; fewer while there were few requests altogether."""
 
 
 class Learned:
@@ -224,7 +227,7 @@ class _Core:
             self.begin(member)
         if self.requests >= self.learns_at:
             self.rates.learn(self.clock)
-            self.journal.set(self, "learns_at", self.requests + 1 + self.requests // 8)
+            self.journal.set(self, "learns_at", self.requests + 1 + min(self.requests // 8, LEARNS_EVERY))
 
     def forgotten(self, key: bytes) -> None:
         """Forgets a boundary that is not held."""
@@ -275,8 +278,8 @@ class _Core:
 
     def distances(self) -> tuple[int, ...]:
         """The distances before a prompt's end where prompts part often."""
-        least = PARTS_OFTEN * (self.went_on + _FEW)
-        return tuple(each for each in BEFORE_END if self.parted.get(each, 0) >= least)
+        least = PARTS_OFTEN * (self.went_on + _SEEN_ONCE_IN)
+        return tuple(each for each in BEFORE_END if self.parted.get(each, 0) + 1 >= least)
 
     def learned(self) -> dict[str, Any]:
         """All that does not name a boundary."""

@@ -14,8 +14,8 @@ Class: TypeAlias = tuple[int | str, ...]
 """What is alike about boundaries, the coarsest trait first: `("prompt_end", 2, 0, 3)` lies in `("prompt_end", 2, 0)`."""
 Table: TypeAlias = NDArray[np.float64]
 
-NUM_BINS = 21
-"""Ages are told apart by the power of two below them: under 1 s, under 2 s, under 4 s, ..., 6 days and more."""
+NUM_BINS = 20
+"""Ages are told apart by the power of two below them: under 1 s, under 2 s, under 4 s, ..., 3 days and more."""
 EDGES = (0.0, *(2.0**b for b in range(NUM_BINS)))
 _WIDTHS = np.diff(EDGES)
 
@@ -24,7 +24,7 @@ _WIDTHS = np.diff(EDGES)
 FIRST_CHANCE = 0.05
 EVENTS_OF_PRIOR = 1.0
 EVENTS_OF_CLASS = 2.0
-EVENTS_OF_AGE = 5.0
+EVENTS_OF_AGE = 20.0
 
 
 def age_bin(age: float) -> int:
