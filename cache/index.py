@@ -16,7 +16,7 @@ from immutables import Map
 from cache.node import PINNED, ROOT, Node, common, whole_pages
 from cache.tier import Tier
 from cache.tokens import Tokens
-from cache.tree import Nodes, prune, split, trim, with_child
+from cache.tree import Nodes, join, prune, split, trim, with_child
 
 
 class Match(NamedTuple):
@@ -205,6 +205,11 @@ class Index:
             at = nodes[at].parent
             nodes[at] = nodes[at].with_user(PINNED, -1)
         freed = tuple((tier, trim(nodes, boundary, tier)) for tier in Tier)
+        at = nodes[boundary].parent
+        while at:
+            above = nodes[at].parent
+            join(nodes, at)
+            at = above
         return self._with(nodes), tuple((tier, names) for tier, names in freed if names)
 
     def touch(self, boundary: int, now: float) -> Index:

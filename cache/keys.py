@@ -27,7 +27,7 @@ class KeyChain:
     Attributes:
         unit: tokens a link.
         length: tokens so far.
-        link: key of the last whole unit; the namespace's digest before there is one.
+        link: key of the last whole unit; before there is one, a digest of the namespace and the unit.
         tail: the tokens behind it, fewer than a unit.
         media: the media that begin in the tail.
         added: keys of the units that the last `extend` completed, in order.
@@ -46,16 +46,18 @@ class KeyChain:
 
         Args:
             namespace: `Namespace.digest()`.
-            unit: tokens a link. Chains of other units give other keys.
+            unit: tokens a link. Chains of other units give other keys, since a checkpoint holds the rows behind its
+                last whole page.
 
         Raises:
             ValueError: for a digest of another length, and for a unit that is not positive.
         """
         if len(namespace) != DIGEST_NBYTES:
-            raise ValueError(
-                f"a namespace has {DIGEST_NBYTES} bytes, got {len(namespace)}; see Namespace.digest"
-            )
-        return cls.resume(namespace, 0, unit)
+            raise ValueError(f"a namespace has {DIGEST_NBYTES} bytes, got {len(namespace)}; see Namespace.digest")
+        if unit < 1:
+            raise ValueError(f"{unit=} must be positive: it is how many tokens a link of the chain has")
+        first = hashlib.blake2b(namespace + _number(unit), digest_size=DIGEST_NBYTES).digest()
+        return cls.resume(first, 0, unit)
 
     @classmethod
     def resume(cls, link: bytes, length: int, unit: int = UNIT) -> KeyChain:
@@ -64,20 +66,16 @@ class KeyChain:
         Raises:
             ValueError: if `length` is no multiple of `unit`.
         """
-        if unit < 1 or length % unit:
-            raise ValueError(
-                f"{length=} must be a multiple of a positive {unit=}: keys are links at whole units"
-            )
+        if length % unit:
+            raise ValueError(f"{length=} must be a multiple of {unit=}: keys are links at whole units")
         return cls(unit, length, link, np.empty(0, np.int32))
 
     @property
     def key(self) -> bytes:
         """The key of all tokens so far."""
-        return (
-            _link(self.link, self.tail, self.media, self.length - len(self.tail))
-            if len(self.tail)
-            else self.link
-        )
+        if not len(self.tail):
+            return self.link
+        return _link(self.link, self.tail, self.media, self.length - len(self.tail))
 
     def extend(self, tokens: ArrayLike, media: Sequence[Media] = ()) -> KeyChain:
         """The chain behind more tokens, at the cost of these alone.

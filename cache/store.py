@@ -191,13 +191,15 @@ class Store:
         checkpoint of the tier that needs the page.
 
         Args:
-            key: of the boundary.
-            tier: that failed.
+            key: of the boundary. Nothing changes if it was forgotten meanwhile.
+            tier: that failed. Nothing changes if the store keeps no account of it.
             now: seconds.
             page: name of the page that could not be read; None if it was the state.
         """
+        if key not in self.prompts.places or tier not in self.shelves:
+            return self
         if page is None:
-            return self._release(key, tier, now)._count(lost=1) if key in self._shelf(tier).states else self
+            return self._release(key, tier, now)._count(lost=1) if key in self.shelves[tier].states else self
         index = self.prompts.index(key)
         owners = (at for at, node in index.ancestors(self.prompts.places[key].node) if page in node.names)
         index, keys, pages = index.strip(next(owners), tier)

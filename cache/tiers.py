@@ -11,9 +11,11 @@ from typing import NamedTuple, Protocol
 
 from cache.errors import Broken
 from cache.holder import Holder
+from cache.keys import KeyChain
 from cache.payload import Payload
+from cache.plan import ResumePlan
 from cache.store import Store
-from cache.tier import ALL_TIERS, Tier, fastest
+from cache.tier import Tier, fastest
 
 
 class Storage(Protocol):
@@ -28,8 +30,9 @@ class Storage(Protocol):
         """Writes named bytes, all or nothing. Raises OSError if that is not possible."""
         ...
 
-    def read(self, name: str, kept: Payload) -> Payload:
-        """The bytes that were written. Raises OSError, or ValueError for other bytes, if that is not possible."""
+    def read(self, name: str, kept: Payload | None) -> Payload:
+        """The bytes that were written; `kept` is None where the store has nothing of its own for this tier. Raises OSError,
+        or ValueError for other bytes, if that is not possible."""
         ...
 
 
@@ -44,8 +47,10 @@ class InMemory:
         """The payload, brought here."""
         return self._convert(payload)
 
-    def read(self, name: str, kept: Payload) -> Payload:
+    def read(self, name: str, kept: Payload | None) -> Payload:
         """What was kept."""
+        if kept is None:
+            raise OSError(f"{name} is not in memory")
         return kept
 
 
@@ -59,21 +64,28 @@ class Loaded(NamedTuple):
     pages: tuple[Payload, ...]
 
 
-def load(store: Store, key: bytes, storages: Storages, tiers: int = ALL_TIERS) -> Loaded:
-    """Reads a checkpoint and all pages before it, each from the fastest tier that holds it.
+def load(store: Store, resumed: ResumePlan, chain: KeyChain, storages: Storages) -> Loaded:
+    """Reads the checkpoint of a plan and all pages before it, from where the plan says.
+
+    Args:
+        store: the version that the plan was made with, or a later one if the boundary was pinned in between.
+        resumed: the plan; its boundary is not 0.
+        chain: of the tokens before that boundary, from the first, with pages for units.
+        storages: by tier. A tier that the store has no budget for, as a remote store, reads by name alone.
 
     Raises:
         Broken: if any part cannot be read. Nothing of the others is returned.
-        KeyError: if no tier holds the checkpoint.
+        ValueError: for a cold start, and for a chain of other tokens' number.
     """
-    states = store.prompts.node(key).states & tiers
-    if not states:
-        raise KeyError(f"checkpoint {key.hex()[:16]} is in none of the tiers to load from")
-    state = _read(store, key, fastest(states), None, storages)
-    pages = tuple(
-        _read(store, key, fastest(held & tiers), name, storages) for name, held in _pages(store, key)
-    )
-    return Loaded(state, pages)
+    if resumed.state is None or chain.length != resumed.boundary:
+        raise ValueError(f"nothing to load at {resumed.boundary} with a chain of {chain.length} tokens")
+    state = _read(store, chain.key, resumed.state, None, storages)
+    pages = [
+        _read(store, chain.key, source.tier, name, storages)
+        for source in resumed.rows
+        for name in chain.added[source.start // chain.unit : source.stop // chain.unit]
+    ]
+    return Loaded(state, tuple(pages))
 
 
 def promote(holder: Holder, key: bytes, tier: Tier, storages: Storages, now: float) -> bool:
@@ -121,7 +133,9 @@ def _copy(holder: Holder, key: bytes, tier: Tier, storages: Storages, now: float
     return False
 
 
-def _brought(store: Store, key: bytes, tier: Tier, storages: Storages) -> tuple[Payload, dict[bytes, Payload]]:
+def _brought(
+    store: Store, key: bytes, tier: Tier, storages: Storages
+) -> tuple[Payload, dict[bytes, Payload]]:
     """A checkpoint's state and the pages that a tier lacks of it, read where they are and written there."""
     lacks = [(name, held) for name, held in _pages(store, key) if not held & tier.bit]
     state = _read(store, key, fastest(store.prompts.node(key).states), None, storages)
@@ -141,11 +155,11 @@ def _publishing(
 
 
 def _read(store: Store, key: bytes, tier: Tier, page: bytes | None, storages: Storages) -> Payload:
-    shelf = store.shelves[tier]
+    shelf = store.shelves.get(tier)
     try:
         if page is None:
-            return storages[tier].read(_state(key), shelf.states[key])
-        return storages[tier].read(_page(page), shelf.pages[page])
+            return storages[tier].read(_state(key), shelf.states.get(key) if shelf else None)
+        return storages[tier].read(_page(page), shelf.pages.get(page) if shelf else None)
     except (OSError, ValueError) as error:
         raise Broken(key, tier, page, str(error)) from error
 

@@ -65,14 +65,25 @@ def prune(nodes: Nodes, at: int) -> None:
         at = node.parent
         node = nodes[at]._replace(children=nodes[at].children.delete(int(node.edge[0])))
         nodes[at] = node
-    if at and node.key is None and len(node.children) == 1:
-        (below,) = node.children.values()
-        lower = nodes[below]
-        nodes[below] = lower._replace(
-            parent=node.parent,
-            start=node.start,
-            edge=np.concatenate([node.edge, lower.edge]),
-            names=node.names + lower.names,
-        )
-        nodes[node.parent] = with_child(nodes[node.parent], nodes[below], below)
-        del nodes[at]
+    join(nodes, at)
+
+
+def join(nodes: Nodes, at: int) -> None:
+    """Makes one node of a node that is no boundary and its only child, which keeps its id.
+
+    They stay two while they differ in rows: where a pin behind both keeps pages of the first that nothing else needs.
+    """
+    node = nodes[at]
+    if not at or node.key is not None or len(node.children) != 1:
+        return
+    (below,) = node.children.values()
+    lower = nodes[below]
+    if lower.rows != node.rows:
+        return
+    edge = np.concatenate([node.edge, lower.edge])
+    edge.flags.writeable = False
+    nodes[below] = lower._replace(
+        parent=node.parent, start=node.start, edge=edge, names=node.names + lower.names
+    )
+    nodes[node.parent] = with_child(nodes[node.parent], nodes[below], below)
+    del nodes[at]

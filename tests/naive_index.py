@@ -57,10 +57,9 @@ class NaiveIndex(NamedTuple):
     def unpin(self, tokens: Prefix) -> tuple[NaiveIndex, set[tuple[Prefix, Tier]]]:
         return self._change(tokens, pins=self._at(tokens).pins - 1)._trimmed()
 
-    def strip(self, lost: Prefix, tier: Tier) -> tuple[NaiveIndex, set[bytes], set[Prefix]]:
-        """A page is lost: so are all behind it, and those that only they needed, back to the last fork or boundary."""
+    def strip(self, lost: Prefix, start: int, tier: Tier) -> tuple[NaiveIndex, set[bytes], set[Prefix]]:
+        """A page is lost: so are all behind it, those between `start` and it, and those that nothing needs any more."""
         behind = [b for b in self.boundaries if b.tokens[: len(lost)] == lost]
-        start = max((common(b.tokens, lost) for b in self.boundaries if b not in behind), default=0)
         keys = {b.key for b in behind if tier in b.states}
         gone = {
             (prefix, held)
@@ -82,7 +81,9 @@ class NaiveIndex(NamedTuple):
                 rows[-1] = rows[-1]._replace(stop=end)
             elif tiers:
                 rows.append(Rows(end - self.page, end, tiers))
-        passed = sorted((b for b in self.boundaries if b.tokens == tokens[: len(b.tokens)]), key=lambda b: len(b.tokens))
+        passed = sorted(
+            (b for b in self.boundaries if b.tokens == tokens[: len(b.tokens)]), key=lambda b: len(b.tokens)
+        )
         seen = (Seen(len(b.tokens), sum(t.bit for t in b.states), b.key) for b in passed)
         return View(length, tuple(rows), tuple(seen))
 
@@ -91,7 +92,9 @@ class NaiveIndex(NamedTuple):
         return max(before, key=lambda b: len(b.tokens)).key if before else None
 
     def children(self, tokens: Prefix) -> set[bytes]:
-        behind = {b.tokens for b in self.boundaries if b.tokens[: len(tokens)] == tokens and b.tokens != tokens}
+        behind = {
+            b.tokens for b in self.boundaries if b.tokens[: len(tokens)] == tokens and b.tokens != tokens
+        }
         nearest = {t for t in behind if not any(t[:n] in behind for n in range(len(tokens) + 1, len(t)))}
         return {b.key for b in self.boundaries if b.tokens in nearest}
 
@@ -112,6 +115,8 @@ class NaiveIndex(NamedTuple):
         freed = {
             (prefix, tier)
             for prefix, tier in self.pages
-            if not any(b.tokens[: len(prefix)] == prefix and (tier in b.states or b.pins) for b in self.boundaries)
+            if not any(
+                b.tokens[: len(prefix)] == prefix and (tier in b.states or b.pins) for b in self.boundaries
+            )
         }
         return self._replace(pages=self.pages - freed), freed

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from naive_index import NaiveIndex, Prefix, common
 
 from cache.index import Index
 from cache.tier import Tier
 from cache.tokens import Tokens
 from cache.view import view
-from naive_index import NaiveIndex, Prefix, common
 
 STEPS = int(os.environ.get("KDA_JAX_CACHE_STEPS", "1500"))
 """Steps of each state machine."""
@@ -108,10 +108,11 @@ class IndexMachine(RuleBasedStateMachine):
             return
         lost = tokens[: ends[page % len(ends)]]
         owners = (at for at, node in self.index.ancestors(self.ids[tokens]) if name(lost) in node.names)
-        before = self.naive.pages
-        self.index, keys, names = self.index.strip(next(owners), tier)
+        before, owner = self.naive.pages, next(owners)
+        start = self.index.nodes[owner].start
+        self.index, keys, names = self.index.strip(owner, tier)
         if (lost, tier) in before:
-            self.naive, lost_keys, lost_pages = self.naive.strip(lost, tier)
+            self.naive, lost_keys, lost_pages = self.naive.strip(lost, start, tier)
             assert set(keys) == lost_keys
             assert sorted(names) == sorted(map(name, lost_pages))
         else:
@@ -147,7 +148,8 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def no_node_too_many(self) -> None:
         forks = {a[: common(a, b)] for a in self.ids for b in self.ids}
-        assert len(self.index.nodes) == len({(), *self.ids, *forks})
+        surplus = len(self.index.nodes) - len({(), *self.ids, *forks})
+        assert surplus == 0 or (surplus > 0 and any(b.pins for b in self.naive.boundaries))
 
     def teardown(self) -> None:
         for index, said in self.old:
@@ -162,7 +164,7 @@ def machine_settings() -> settings:
         deadline=None,
         derandomize=True,
         database=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
 
 
@@ -197,7 +199,10 @@ def test_edges_cannot_be_written_and_do_not_follow_the_caller_s_array() -> None:
     [
         (lambda: Index.empty(0), "page=0 must be positive"),
         (lambda: Index.empty(4).insert(array(()), b"k", [], 0.0), "has tokens before it"),
-        (lambda: Index.empty(4).insert(array((1,) * 8), b"k", [b"8"], 0.0), "2 pages are new, got names of 1"),
+        (
+            lambda: Index.empty(4).insert(array((1,) * 8), b"k", [b"8"], 0.0),
+            "2 pages are new, got names of 1",
+        ),
     ],
     ids=["page", "no tokens", "names"],
 )
