@@ -18,10 +18,14 @@ NUM_BINS = 20
 """Ages are told apart by the power of two below them: under 1 s, under 2 s, under 4 s, ..., 3 days and more."""
 EDGES = (0.0, *(2.0**b for b in range(NUM_BINS)))
 _WIDTHS = np.diff(EDGES)
+_SAME = np.eye(NUM_BINS, dtype=bool)
+_LATER = np.triu(np.ones((NUM_BINS, NUM_BINS), bool), 1)
 
 # How much is believed before anything is seen, in events: a boundary of which nothing is known is used in the next
-# doubling of its age with a chance of one in twenty, and a class is used like the class around it.
+# doubling of its age with a chance of one in twenty and, once younger ones were seen, with their chance (and no less than
+# one in a thousand); and a class is used like the class around it.
 FIRST_CHANCE = 0.05
+LEAST_CHANCE = 0.001
 EVENTS_OF_PRIOR = 1.0
 EVENTS_OF_CLASS = 2.0
 EVENTS_OF_AGE = 20.0
@@ -45,11 +49,11 @@ def hazards(uses: Table, seconds: Table, parents: NDArray[np.int64], depths: NDA
         depths: how many classes are around each.
     """
     rates = np.empty_like(uses)
-    before = FIRST_CHANCE / _WIDTHS[0]
-    for b in range(NUM_BINS):
-        expected = before * _WIDTHS[b - 1] / _WIDTHS[b] if b else before
-        before = (uses[0, b] + EVENTS_OF_PRIOR) / (seconds[0, b] + EVENTS_OF_PRIOR / expected)
-        rates[0, b] = before
+    chance = FIRST_CHANCE
+    for b, width in enumerate(_WIDTHS):
+        expected = max(chance, LEAST_CHANCE) / width
+        rates[0, b] = (uses[0, b] + EVENTS_OF_PRIOR) / (seconds[0, b] + EVENTS_OF_PRIOR / expected)
+        chance = rates[0, b] * width
     for depth in range(1, int(depths.max()) + 1):
         at = np.flatnonzero(depths == depth)
         around = rates[parents[at]]
@@ -71,14 +75,12 @@ def best_rates(rates: Table) -> Table:
     used = rates * _WIDTHS
     survived = np.cumsum(used, axis=1)
     middle = survived - used / 2
-    # expected seconds in each bin for who enters the first bin unused
-    seconds = np.exp(used - survived) * -np.expm1(-used) / rates
-    later = np.cumsum(seconds, axis=1)
-    own = -np.expm1(-used / 2) / rates
+    # from the middle of a bin (second axis) to the start and to the end of a later one (third axis)
+    alive = np.exp(np.minimum(middle[:, :, None] - (survived - used)[:, None, :], 0.0))
     chance = -np.expm1(np.minimum(middle[:, :, None] - survived[:, None, :], 0.0))
-    time = own[:, :, None] + (later[:, None, :] - later[:, :, None]) * np.exp(np.minimum(middle, 600.0))[:, :, None]
-    ends_later = np.triu(np.ones((NUM_BINS, NUM_BINS), bool))
-    return np.where(ends_later, chance / np.maximum(time, own[:, :, None]), 0.0).max(axis=2)
+    seconds = np.where(_LATER, alive * (-np.expm1(-used) / rates)[:, None, :], 0.0)
+    time = (-np.expm1(-used / 2) / rates)[:, :, None] + np.cumsum(seconds, axis=2)
+    return np.where(_LATER | _SAME, chance / time, 0.0).max(axis=2)
 
 
 class Known(NamedTuple):
