@@ -2,9 +2,9 @@
 
     python -m benchmarks.agent_trace agent.jsonl --seed 3
 
-Agents of six kinds share long system prompts. A session adds a task to one of them and takes 4 to 60 turns; each adds the
-model's output and a tool's result. Now and then a turn starts a second agent that shares all of its prompt, goes back to
-an earlier turn, or replaces a long history by a summary.
+Agents of six kinds share long system prompts. A session adds a task to one of them and takes 4 to 60 turns; each
+adds the model's output and a tool's result. Now and then a turn starts a second agent that shares all of its prompt,
+goes back to an earlier turn, or replaces a long history by a summary.
 """
 
 from __future__ import annotations

@@ -16,7 +16,15 @@ from cache.retention import policy as named
 
 TRACES = Path(__file__).resolve().parent / "traces"
 OURS, FORESIGHT = "ours", "foresight"
-PEERS = ("interval:4096", "interval:10240", "prompt_end", "prompt_end+branch", "second_use", "path_cap:4", "lru")
+PEERS = (
+    "interval:4096",
+    "interval:10240",
+    "prompt_end",
+    "prompt_end+branch",
+    "second_use",
+    "path_cap:4",
+    "lru",
+)
 BUDGETS_GB = (64.0, 256.0, 1000.0)
 
 # Kimi K3: 69 KDA layers of 96 heads of 128 x 128, whose convolutions see 3 tokens back; 24 MLA layers of 576 latents

@@ -1,8 +1,8 @@
 """What a cache could do that knew which requests come: a yardstick for policies, reached by no rule of a real one.
 
-At each request it may make a checkpoint at any block that it passes, and makes those that some later request will resume
-from at its best. It gives up what is worth least: tokens saved by the next use, a byte freed and a request waited. That is
-Belady's rule with sizes, so what it reaches can be reached; the least that any cache must compute is `unseen`.
+At each request it may make a checkpoint at any block that it passes, and makes those that some later request will
+resume from at its best. It gives up what is worth least: tokens saved by the next use, a byte freed and a request
+waited. That is Belady's rule with sizes, so what it reaches can be reached; what every cache must compute is `unseen`.
 """
 
 from __future__ import annotations

@@ -21,16 +21,16 @@ def place(
 ) -> tuple[Placed, ...]:
     """The boundaries of a prefill, shallow to deep.
 
-    All lie beyond the resume boundary, on the grid and at most at the prompt's end; those before the end beyond all that
-    was known of the prompt. A prompt that ends on the grid gets
-    one more a step before its end, so that the same prompt, which must compute its last token, can resume too.
+    All lie beyond the resume boundary, on the grid and at most at the prompt's end; those before the end lie beyond all
+    that was known of the prompt. A prompt that ends on the grid gets one more a step before its end, so that the same
+    prompt, which must compute its last token, can resume too.
 
     Args:
         resumed: the plan of this prefill.
         num_tokens: length of its prompt.
         limits: grid, and how many checkpoints or bytes of state there may be. What does not fit is left out from the
-            end of this order: prompt end, branch points, missing ones, marks, those before the end, intervals, the step before the end;
-            among equals the shallower.
+            end of this order: prompt end, branch points, missing ones, marks, those before the end, intervals, the
+            step before the end; among equals the shallower.
         creation: the kinds that are wanted, and the interval.
         marks: the caller's own boundaries: end of the system prompt, of the tools, of a turn.
     """

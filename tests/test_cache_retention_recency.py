@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from cache.retention import Boundary, Kind, Policy, policy
@@ -11,9 +9,10 @@ from cache.retention import Boundary, Kind, Policy, policy
 
 def path(made: Policy, *keys: str, parent: str | None = None) -> Policy:
     """A path of boundaries, made and held one after the other."""
-    for above, key in pairwise((parent, *keys)):
-        at = Boundary(key.encode(), 64 * len(key), above and above.encode(), (), Kind.PROMPT_END, 0, 10, 1)
-        made = made.made(at, 0.0).held(key.encode(), 0.0)
+    above = parent.encode() if parent else None
+    for key in map(str.encode, keys):
+        at = Boundary(key, 64 * len(key), above, (), Kind.PROMPT_END, 0, 10, 1)
+        made, above = made.made(at, 0.0).held(key, 0.0), key
     return made
 
 

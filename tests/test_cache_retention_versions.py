@@ -26,7 +26,12 @@ def write(journal: Journal, box: Box, rng: random.Random) -> None:
 
 def change(journal: Journal, box: Box, start: Version, rng: random.Random) -> Version:
     journal.lay_out(start)
-    return journal.change(start, lambda: [write(journal, box, rng) for _ in range(rng.randrange(4))])
+
+    def act() -> None:
+        for _ in range(rng.randrange(4)):
+            write(journal, box, rng)
+
+    return journal.change(start, act)
 
 
 @pytest.mark.parametrize("seed", range(4))

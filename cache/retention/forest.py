@@ -1,9 +1,9 @@
 """The boundaries that are remembered, which of them are held, and what each held one is worth.
 
-A request that comes to a boundary is served by the deepest held one at or before it. So a held checkpoint earns the sum
-of the rates of all boundaries that it serves, times the tokens to the next held one below it, for the bytes that dropping
-it would free: its state, and the latents that no other held one needs. Every change costs a walk over what it touches,
-and no scan over what is held.
+A request that comes to a boundary is served by the deepest held one at or before it. So a held checkpoint earns the
+sum of the rates of all boundaries that it serves, times the tokens to the next held one below it, for the bytes that
+dropping it would free: its state, and the latents that no other held one needs. Every change costs a walk over what it
+touches, and no scan over what is held.
 """
 
 from __future__ import annotations
@@ -47,7 +47,20 @@ class Remembered:
 
     __slots__ = (
         *("age_bin", "ahead", "behind", "children", "earned", "held", "hint", "key", "kind", "left"),
-        *("parent", "rate", "request", "row", "row_nbytes", "server", "since", "state_nbytes", "step", "tokens", "turn", "uses"),
+        *(
+            "parent",
+            "rate",
+            "request",
+            "row",
+            "row_nbytes",
+            "server",
+            "since",
+            "state_nbytes",
+            "step",
+            "tokens",
+            "turn",
+            "uses",
+        ),
     )
 
     def __init__(self, boundary: Boundary, parent: Remembered | None, now: float) -> None:

@@ -13,7 +13,9 @@ from cache.retention.protocol import Boundary, Creation, Kind
 from cache.retention.rates import EDGES, NUM_BINS, Class, ReuseRates
 from cache.retention.versions import Journal, Version
 
-KINDS = frozenset({Kind.PROMPT_END, Kind.GENERATION_END, Kind.BRANCH, Kind.MISSING, Kind.MARK, Kind.BEFORE_END})
+KINDS = frozenset(
+    {Kind.PROMPT_END, Kind.GENERATION_END, Kind.BRANCH, Kind.MISSING, Kind.MARK, Kind.BEFORE_END}
+)
 ENDS = (Kind.PROMPT_END, Kind.GENERATION_END)
 BEFORE_END = (64, 128, 256, 512, 1024, 2048)
 """Distances before a prompt's end at which checkpoints may be made, once prompts were seen to part there."""

@@ -36,7 +36,11 @@ def policy(name: str) -> Policy:
         return Learned()
     kind, _, number = name.partition(":")
     counted = kind in ("interval", "path_cap")
-    if kind not in _BY_KINDS or counted != bool(number) or (counted and not (number.isdecimal() and int(number))):
+    if (
+        kind not in _BY_KINDS
+        or counted != bool(number)
+        or (counted and not (number.isdecimal() and int(number)))
+    ):
         raise ValueError(f"no policy {name!r}; there are {', '.join(NAMES)}, with a positive number for N")
     kinds = frozenset(_BY_KINDS[kind])
     if kind == "interval":

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cache.retention.versions import Journal
 
 Class: TypeAlias = tuple[int | str, ...]
-"""What is alike about boundaries, the coarsest trait first: `("prompt_end", 2, 0, 3)` lies in `("prompt_end", 2, 0)`."""
+"""What is alike about boundaries, the coarsest trait first: `("branch", 0, 2)` lies in `("branch", 0)`."""
 Table: TypeAlias = NDArray[np.float64]
 
 NUM_BINS = 20
@@ -21,11 +21,11 @@ _WIDTHS = np.diff(EDGES)
 _SAME = np.eye(NUM_BINS, dtype=bool)
 _LATER = np.triu(np.ones((NUM_BINS, NUM_BINS), bool), 1)
 
-# How much is believed before anything is seen, in events: a boundary of which nothing is known is used in the next
-# doubling of its age with a chance of one in twenty and, once younger ones were seen, with their chance (and no less than
-# one in a thousand); and a class is used like the class around it.
 FIRST_CHANCE = 0.05
+"""That a boundary is used in the next doubling of its age, before anything is known."""
 LEAST_CHANCE = 0.001
+"""The same, at least, at an age of which nothing is known but that younger ones were used as seldom."""
+# so many events are believed to have borne out: this chance, that a class is like the one around it, and at each age
 EVENTS_OF_PRIOR = 1.0
 EVENTS_OF_CLASS = 2.0
 EVENTS_OF_AGE = 20.0
@@ -57,9 +57,7 @@ def hazards(uses: Table, seconds: Table, parents: NDArray[np.int64], depths: NDA
     for depth in range(1, int(depths.max()) + 1):
         at = np.flatnonzero(depths == depth)
         around = rates[parents[at]]
-        scale = (uses[at].sum(1) + EVENTS_OF_CLASS) / (
-            (seconds[at] * around).sum(1) + EVENTS_OF_CLASS
-        )
+        scale = (uses[at].sum(1) + EVENTS_OF_CLASS) / ((seconds[at] * around).sum(1) + EVENTS_OF_CLASS)
         expected = scale[:, None] * around
         rates[at] = (uses[at] + EVENTS_OF_AGE) / (seconds[at] + EVENTS_OF_AGE / expected)
     return rates
@@ -69,8 +67,10 @@ def best_rates(rates: Table) -> Table:
     """What holding a boundary of an age is worth in uses a second, `[classes, bins]`, if it is held as long as is best.
 
     Holding it from the middle of its bin up to the end of a later one brings one use with some chance and takes some
-    expected time; the rate is the largest ratio of the two over all ends. So a boundary that will be used in a minute or
-    never keeps its rate through that minute. Source: Gittins, "Bandit processes and dynamic allocation indices", 1979.
+    expected time; the rate is the largest ratio of the two over all ends. So a boundary that will be used in a minute
+    or never keeps its rate through that minute.
+
+    Source: Gittins, "Bandit processes and dynamic allocation indices", 1979.
     """
     used = rates * _WIDTHS
     survived = np.cumsum(used, axis=1)
@@ -92,9 +92,9 @@ class Known(NamedTuple):
 
 
 Count: TypeAlias = tuple[float, float, int]
-"""Of one class at one age: uses, `offset` and members. Exposure is kept without touching those who age: each member takes
-the time that it comes from `offset` and gives the time that it leaves, so that `offset + members * now` is the time that
-all of them, gone or still there, have spent until now."""
+"""Of one class at one age: uses, offset and members. Exposure is kept without touching those who age: each member takes
+the time that it comes from the offset and gives the time that it leaves, so that `offset + members * now` is the time
+that all of them, gone or still there, have spent until now."""
 _NONE: Count = (0.0, 0.0, 0)
 
 
@@ -165,4 +165,3 @@ class ReuseRates:
         for (row, at), (uses, offset, members) in self.cells.items():
             counts[:, row, at] = uses, max(offset + members * now, 0.0)
         return counts
-

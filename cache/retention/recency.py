@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from immutables import Map
 
 from cache.retention.protocol import Boundary, Creation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recency:
-    """A `Policy`: gives up what was used longest ago, where only the boundary that a request resumes from counts as used.
+class Recency(NamedTuple):
+    """A `Policy`: gives up what was used longest ago; only the boundary that a request resumes from counts as used.
 
     Attributes:
         creation: where prefills make checkpoints.
@@ -35,10 +34,6 @@ class Recency:
     parents: Map[bytes, bytes | None] = Map()
     forks: Map[bytes | None, int] = Map()
 
-    def __post_init__(self) -> None:
-        if self.per_path is not None and self.per_path < 1:
-            raise ValueError(f"{self.per_path=} must be positive; None keeps any number of a path's checkpoints")
-
     def made(self, boundary: Boundary, now: float) -> Recency:
         """A boundary is remembered; its place in the tree matters to a cap by path alone."""
         if self.per_path is None:
@@ -46,7 +41,7 @@ class Recency:
         key, above, behind = boundary.key, boundary.parent, boundary.children
         parents = self.parents.update({key: above, **dict.fromkeys(behind, key)})
         forks = self.forks.update({key: len(behind), above: self.forks.get(above, 0) + 1 - len(behind)})
-        return replace(self, parents=parents, forks=forks)
+        return self._replace(parents=parents, forks=forks)
 
     def held(self, key: bytes, now: float) -> Recency:
         """Its bytes are there: it is the one that was used last."""
@@ -63,7 +58,8 @@ class Recency:
     def dropped(self, key: bytes, now: float) -> Recency:
         """Its bytes are gone."""
         order = self.order.delete(self.numbers[key])
-        return replace(self, order=order, numbers=self.numbers.delete(key), first=self._first(order, self.first))
+        numbers = self.numbers.delete(key)
+        return self._replace(order=order, numbers=numbers, first=self._first(order, self.first))
 
     def forgotten(self, key: bytes) -> Recency:
         """It is no longer remembered."""
@@ -73,7 +69,7 @@ class Recency:
         behind = [child for child, parent in self.parents.items() if parent == key]
         parents = self.parents.delete(key).update(dict.fromkeys(behind, above))
         forks = self.forks.delete(key)
-        return replace(self, parents=parents, forks=forks.set(above, forks[above] - 1 + len(behind)))
+        return self._replace(parents=parents, forks=forks.set(above, forks[above] - 1 + len(behind)))
 
     def victims(self, nbytes: int, now: float) -> Iterator[bytes]:
         """Held boundaries, the one that was used longest ago first."""
@@ -89,8 +85,8 @@ class Recency:
         old, order = self.numbers.get(key), self.order.set(number, key)
         order = order if old is None else order.delete(old)
         next_number = self.next_number if next_number is None else next_number
-        after = replace(self, order=order, numbers=self.numbers.set(key, number), next_number=next_number)
-        return replace(after, first=after._first(order, min(self.first, number)))
+        after = self._replace(order=order, numbers=self.numbers.set(key, number), next_number=next_number)
+        return after._replace(first=after._first(order, min(self.first, number)))
 
     def _first(self, order: Map[int, bytes], at: int) -> int:
         """The first number in use from `at` on."""

@@ -1,8 +1,10 @@
 """Immutable versions of a structure that is changed in place.
 
-One version is laid out in the structure; of every other, the journal knows the writes that lead to it from its neighbour.
-So the newest version costs what a mutable structure costs, every older one stays what it was, and what nobody refers to
-any more is forgotten by the garbage collector. Source: Baker, "Shallow binding makes functional arrays fast", 1991.
+One version is laid out in the structure; of every other, the journal knows the writes that lead to it from its
+neighbour. So the newest version costs what a mutable structure costs, every older one stays what it was, and what
+nobody refers to any more is forgotten by the garbage collector.
+
+Source: Baker, "Shallow binding makes functional arrays fast", 1991.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def cache(
         list[float] | None,
         typer.Option(help="Budgets of latents and checkpoints together, one or several (64 256 1000)."),
     ] = None,
-    state: Annotated[list[str] | None, typer.Option(help="Checkpoints in fp32 or int8; may be repeated.")] = None,
+    state: Annotated[
+        list[str] | None, typer.Option(help="Checkpoints in fp32 or int8; may be repeated.")
+    ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(help="ours, a peer's rule, foresight, or all; may be repeated (ours and foresight)."),
@@ -61,7 +63,9 @@ def cache(
     checkpoint_bytes: Annotated[
         int | None, typer.Option(help="Bytes of a float32 checkpoint (Kimi K3's).")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the figures here (beside --json).", dir_okay=False)] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the figures here (beside --json).", dir_okay=False)
+    ] = None,
 ) -> None:
     """Replay a trace through the cache: how much of its prompts is recomputed under a budget."""
     given = {"budget_gb": [*(budget_gb or ()), *(more or ())], "state": state, "policy": policy}
