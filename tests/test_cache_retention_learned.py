@@ -97,7 +97,7 @@ def worth(forest: Forest, member: Remembered) -> float:
     shared = next(each for each in above if id(each) in others or each is forest.root)
     needed = id(member) in others
     freed = STATE + (0 if needed else ROW * (member.tokens - shared.tokens))
-    return sum(each.rate for each in serving(member)) * (member.tokens - lower.tokens) / freed
+    return sum(each.stage[1] for each in serving(member)) * (member.tokens - lower.tokens) / freed
 
 
 def up(member: Remembered) -> list[Remembered]:
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_many_come_to_outlives_a_newer_one() -> None:
 
 def test_worth_counts_all_that_is_served_and_only_what_is_saved() -> None:
     policy = Learned().made(boundary("a", 1000), 0.0).made(boundary("b", 3000, "a"), 0.0).held(b"a", 0.0)
-    rate_a, rate_b = (policy._core.forest.members[key].rate for key in (b"a", b"b"))
+    rate_a, rate_b = (policy._core.forest.members[key].stage[1] for key in (b"a", b"b"))
     assert policy.worth(b"a", 0.0) == pytest.approx((rate_a + rate_b) * 1000 / (STATE + ROW * 1000))
     both = policy.held(b"b", 0.0)
     assert both.worth(b"a", 0.0) == pytest.approx(rate_a * 1000 / STATE), "its latents stay: b needs them"

@@ -35,32 +35,30 @@ class Remembered:
         held: whether its bytes are there.
         server: the deepest held one at or before it.
         behind: its children that are held or have held ones behind them, by key.
-        rate: uses a second that are expected of it.
-        earned: the sum of the rates of all that it serves.
+        earned: the sum of the rates of all that it serves; not kept for the root.
         uses: how often it was the deepest on a request's path.
         left: whether a conversation that ended here went on from here.
         since: when it was used last, or made.
         row: of its class.
-        age_bin: that it is in.
+        stage: the bin of ages that it is in, and its rate there in uses a second.
         hint: what a search for the least worth takes its worth to be, at most. Not part of a version.
     """
 
     __slots__ = (
-        *("age_bin", "ahead", "behind", "children", "earned", "held", "hint", "key", "kind", "left"),
         *(
+            "ahead",
+            "behind",
+            "children",
+            "earned",
+            "held",
+            "hint",
+            "key",
+            "kind",
+            "left",
             "parent",
-            "rate",
             "request",
-            "row",
-            "row_nbytes",
-            "server",
-            "since",
-            "state_nbytes",
-            "step",
-            "tokens",
-            "turn",
-            "uses",
         ),
+        *("row", "row_nbytes", "server", "since", "stage", "state_nbytes", "step", "tokens", "turn", "uses"),
     )
 
     def __init__(self, boundary: Boundary, parent: Remembered | None, now: float) -> None:
@@ -77,11 +75,11 @@ class Remembered:
         self.behind: dict[bytes, Remembered] = {}
         self.held = parent is None
         self.server: Remembered = self if parent is None else parent.server
-        self.rate = self.earned = 0.0
+        self.stage, self.earned = (0, 0.0), 0.0
         self.uses = 0
         self.left = False
         self.since = now
-        self.row = self.age_bin = 0
+        self.row = 0
         self.hint = math.inf
 
     @property
@@ -110,6 +108,7 @@ class Forest:
         self.root = Remembered(_ROOT, None, 0.0)
         self.members: dict[bytes, Remembered] = {}
         self.lowered: list[Remembered] = []
+        self.pending: dict[Remembered, float] = {}
 
     def add(self, boundary: Boundary, now: float) -> Remembered:
         """Remembers a boundary between its parent and those of the parent's children that lie behind it."""
@@ -133,7 +132,7 @@ class Forest:
     def forget(self, gone: Remembered) -> None:
         """Takes away a boundary that is not held."""
         journal, parent = self._journal, gone.parent
-        self.set_rate(gone, 0.0)
+        self.settle(gone, (0, 0.0))
         journal.remove(parent.children, gone.key)
         if gone.behind:
             journal.remove(parent.behind, gone.key)
@@ -144,14 +143,20 @@ class Forest:
             journal.put(parent.behind, key, child)
         journal.remove(self.members, gone.key)
 
-    def set_rate(self, member: Remembered, rate: float) -> None:
-        """Another rate, of which its server hears."""
-        change, server = rate - member.rate, member.server
-        if change:
-            self._journal.set(member, "rate", rate)
-            self._journal.set(server, "earned", server.earned + change)
-            if change < 0 and server is not self.root:
-                self.lowered.append(server)
+    def settle(self, member: Remembered, stage: tuple[int, float]) -> None:
+        """Another stage, of which its server hears."""
+        change = stage[1] - member.stage[1]
+        self._journal.set(member, "stage", stage)
+        self.pending[member.server] = self.pending.get(member.server, 0.0) + change
+
+    def pay(self) -> None:
+        """Servers earn what was settled; called before anything else changes or is asked."""
+        for server, change in self.pending.items():
+            if change and server is not self.root:
+                self._journal.set(server, "earned", server.earned + change)
+                if change < 0:
+                    self.lowered.append(server)
+        self.pending.clear()
 
     def hold(self, new: Remembered) -> None:
         """Its bytes are there from now on."""
@@ -185,14 +190,15 @@ class Forest:
         while left:
             member = left.pop()
             journal.set(member, "server", new)
-            moved += member.rate
+            moved += member.stage[1]
             for child in member.children.values():
                 if child.held:
                     self.lowered.append(child)
                 else:
                     left.append(child)
-        journal.set(old, "earned", old.earned - moved)
-        journal.set(new, "earned", new.earned + moved)
+        for server, change in ((old, -moved), (new, moved)):
+            if server is not self.root:
+                journal.set(server, "earned", server.earned + change)
 
 
 def _shared(member: Remembered) -> Remembered:

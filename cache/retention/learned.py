@@ -156,9 +156,19 @@ class _Core:
         """The version after an act."""
         with self.lock:
             self.lay_out(version)
-            new = self.journal.change(version, lambda: act(self))
+            try:
+                new = self.journal.change(version, lambda: self.settled(act))
+            except BaseException:
+                self.forest.pending.clear()
+                self.by_due = sorted((due(member), key) for key, member in self.forest.members.items())
+                raise
             self.guess()
             return new
+
+    def settled(self, act: Callable[[_Core], None]) -> None:
+        """An act, after which servers have earned what they serve."""
+        act(self)
+        self.forest.pay()
 
     def lay_out(self, version: Version) -> None:
         """Makes a version the one that is read and written."""
@@ -224,7 +234,7 @@ class _Core:
                 self.journal.set(self, "went_on", self.went_on + 1)
             elif member.kind == Kind.BEFORE_END:
                 self.part(member.ahead)
-            self.rates.leave(member.row, member.age_bin, self.clock, used=True)
+            self.rates.leave(member.row, member.stage[0], self.clock, used=True)
             self.journal.set(member, "uses", member.uses + 1)
             self.begin(member)
         if self.requests >= self.learns_at:
@@ -236,28 +246,29 @@ class _Core:
         member = self.forest.members[key]
         if member.held:
             raise ValueError(f"{key.hex()[:16]} is held; a boundary is dropped before it is forgotten")
-        self.rates.leave(member.row, member.age_bin, self.clock)
+        self.rates.leave(member.row, member.stage[0], self.clock)
         self.forest.forget(member)
 
     def begin(self, member: Remembered) -> None:
         """A boundary's age begins anew."""
         self.journal.set(member, "since", self.clock)
         self.journal.set(member, "row", self.rates.row(traits(member)))
-        self.come(member, 0, self.clock)
+        self.rates.enter(member.row, 0, self.clock)
+        self.come(member, 0)
 
     def leave_behind(self, end: Remembered) -> None:
         """A conversation went on from its last end."""
-        self.rates.leave(end.row, end.age_bin, self.clock)
+        age_bin = end.stage[0]
+        self.rates.leave(end.row, age_bin, self.clock)
         self.journal.set(end, "left", True)
         self.journal.set(end, "row", self.rates.row(traits(end)))
-        self.come(end, end.age_bin, self.clock)
+        self.rates.enter(end.row, age_bin, self.clock)
+        self.come(end, age_bin)
 
-    def come(self, member: Remembered, bin: int, at: float) -> None:
-        """A boundary comes into a bin of age."""
-        self.rates.enter(member.row, bin, at)
-        self.journal.set(member, "age_bin", bin)
+    def come(self, member: Remembered, age_bin: int) -> None:
+        """A boundary is in a bin from now on, with the rate of its class there."""
+        self.forest.settle(member, (age_bin, self.rates.rate(member.row, age_bin)))
         heapq.heappush(self.by_due, (due(member), member.key))
-        self.forest.set_rate(member, self.rates.rate(member.row, bin))
 
     def advance(self, now: float) -> None:
         """Lets all boundaries age until now."""
@@ -269,8 +280,9 @@ class _Core:
             at, key = heapq.heappop(self.by_due)
             member = members.get(key)
             if member is not None and due(member) == at:
-                self.rates.leave(member.row, member.age_bin, at)
-                self.come(member, member.age_bin + 1, at)
+                age_bin = member.stage[0] + 1
+                self.rates.age(member.row, age_bin, at)
+                self.come(member, age_bin)
 
     def part(self, ahead: int) -> None:
         """A prompt parted from another one `ahead` tokens before that one's end."""
@@ -291,7 +303,8 @@ class _Core:
 
 def due(member: Remembered) -> float:
     """When a boundary comes into its next bin of age, if it is not used before."""
-    return member.since + EDGES[member.age_bin + 1] if member.age_bin + 1 < NUM_BINS else math.inf
+    age_bin = member.stage[0] + 1
+    return member.since + EDGES[age_bin] if age_bin < NUM_BINS else math.inf
 
 
 def traits(member: Remembered) -> Class:

@@ -91,27 +91,36 @@ class Known(NamedTuple):
     depth: int
 
 
-Count: TypeAlias = tuple[float, float, int]
-"""Of one class at one age: uses, offset and members. Exposure is kept without touching those who age: each member takes
-the time that it comes from the offset and gives the time that it leaves, so that `offset + members * now` is the time
-that all of them, gone or still there, have spent until now."""
-_NONE: Count = (0.0, 0.0, 0)
+Moments: TypeAlias = dict[tuple[int, int], tuple[float, int]]
+"""By class and bin: the sum of some moments, and how many they are."""
+_NEVER = (0.0, 0)
 
 
 class ReuseRates:
-    """Counts by class and age, and the rates that follow from them."""
+    """Counts by class and age, and the rates that follow from them.
+
+    Time spent in a bin is counted without touching those who age: of each moment at which a boundary began to be in it,
+    or to be no longer in it, only the sum and the number are kept. Growing older is one write.
+
+    Attributes:
+        came: moments at which a boundary took its place in a bin.
+        aged: moments at which one came into a bin from the bin before it.
+        left: moments at which one left a bin other than by growing older.
+        uses: how many left it because they were used; and time spent there in other processes.
+    """
 
     def __init__(self, journal: Journal, counts: Iterable[Mapping[str, Any]] = ()) -> None:
         """Without counts, or with those that `counts` gave."""
         self._journal = journal
         self.known: dict[Class, Known] = {(): Known(0, 0, 0)}
         self.around: dict[int, int] = {0: 0}
-        self.cells: dict[tuple[int, int], Count] = {}
+        self.came, self.aged, self.left = Moments(), Moments(), Moments()
+        self.uses: dict[tuple[int, int], tuple[float, float]] = {}
         self.table: list[list[float]] = []
         for each in counts:
             row = self.row(tuple(each["class"]))
             pairs = enumerate(zip(each["uses"], each["seconds"]))
-            self.cells |= {(row, at): (*pair, 0) for at, pair in pairs if any(pair)}
+            self.uses |= {(row, at): pair for at, pair in pairs if any(pair)}
         self.learn(0.0)
 
     def row(self, wanted: Class) -> int:
@@ -131,14 +140,19 @@ class ReuseRates:
         return self.table[row][age_bin]
 
     def enter(self, row: int, age_bin: int, at: float) -> None:
-        """A boundary comes into a bin."""
-        uses, offset, members = self.cells.get((row, age_bin), _NONE)
-        self._journal.put(self.cells, (row, age_bin), (uses, offset - at, members + 1))
+        """A boundary takes its place in a bin."""
+        self._note(self.came, row, age_bin, at)
+
+    def age(self, row: int, age_bin: int, at: float) -> None:
+        """A boundary comes into a bin from the bin before it."""
+        self._note(self.aged, row, age_bin, at)
 
     def leave(self, row: int, age_bin: int, at: float, *, used: bool = False) -> None:
         """A boundary leaves a bin, because it was used or for another reason."""
-        uses, offset, members = self.cells[row, age_bin]
-        self._journal.put(self.cells, (row, age_bin), (uses + used, offset + at, members - 1))
+        self._note(self.left, row, age_bin, at)
+        if used:
+            uses, seconds = self.uses.get((row, age_bin), (0.0, 0.0))
+            self._journal.put(self.uses, (row, age_bin), (uses + 1, seconds))
 
     def learn(self, now: float) -> None:
         """Rates as all that was counted until now has them."""
@@ -162,6 +176,17 @@ class ReuseRates:
     def _own(self, now: float) -> Table:
         """The same, `[2, classes, bins]`."""
         counts = np.zeros((2, len(self.known), NUM_BINS))
-        for (row, at), (uses, offset, members) in self.cells.items():
-            counts[:, row, at] = uses, max(offset + members * now, 0.0)
-        return counts
+        for (row, at), pair in self.uses.items():
+            counts[:, row, at] = pair
+        for moments, begin, end in ((self.came, 0, None), (self.aged, 0, -1), (self.left, None, 0)):
+            for (row, at), (total, number) in moments.items():
+                since = number * now - total
+                if begin is not None:
+                    counts[1, row, at + begin] += since
+                if end is not None:
+                    counts[1, row, at + end] -= since
+        return np.maximum(counts, 0.0)
+
+    def _note(self, moments: Moments, row: int, age_bin: int, at: float) -> None:
+        total, number = moments.get((row, age_bin), _NEVER)
+        self._journal.put(moments, (row, age_bin), (total + at, number + 1))
