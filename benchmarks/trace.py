@@ -31,9 +31,9 @@ class Request(NamedTuple):
 
     def tokens(self) -> NDArray[np.int32]:
         """Token ids that are equal where the trace says that prompts are, `[num_tokens]`."""
-        tokens = np.full(self.num_tokens, UNKNOWN, np.int32)
-        whole = len(self.blocks) * BLOCK
-        tokens[:whole] = np.repeat(np.array(self.blocks, np.int32), BLOCK)
+        tokens, whole = np.empty(self.num_tokens, np.int32), len(self.blocks) * BLOCK
+        tokens[:whole].reshape(-1, BLOCK)[:] = np.array(self.blocks, np.int32)[:, None]
+        tokens[whole:] = UNKNOWN
         return tokens
 
 

@@ -18,8 +18,6 @@ NUM_BINS = 20
 """Ages are told apart by the power of two below them: under 1 s, under 2 s, under 4 s, ..., 3 days and more."""
 EDGES = (0.0, *(2.0**b for b in range(NUM_BINS)))
 _WIDTHS = np.diff(EDGES)
-_SAME = np.eye(NUM_BINS, dtype=bool)
-_LATER = np.triu(np.ones((NUM_BINS, NUM_BINS), bool), 1)
 
 FIRST_CHANCE = 0.05
 """That a boundary is used in the next doubling of its age, before anything is known."""
@@ -73,14 +71,17 @@ def best_rates(rates: Table) -> Table:
     Source: Gittins, "Bandit processes and dynamic allocation indices", 1979.
     """
     used = rates * _WIDTHS
-    survived = np.cumsum(used, axis=1)
-    middle = survived - used / 2
-    # from the middle of a bin (second axis) to the start and to the end of a later one (third axis)
-    alive = np.exp(np.minimum(middle[:, :, None] - (survived - used)[:, None, :], 0.0))
-    chance = -np.expm1(np.minimum(middle[:, :, None] - survived[:, None, :], 0.0))
-    seconds = np.where(_LATER, alive * (-np.expm1(-used) / rates)[:, None, :], 0.0)
-    time = (-np.expm1(-used / 2) / rates)[:, :, None] + np.cumsum(seconds, axis=2)
-    return np.where(_LATER | _SAME, chance / time, 0.0).max(axis=2)
+    stays, seconds = np.exp(-used), -np.expm1(-used) / rates
+    unused = np.exp(-used / 2)
+    time = -np.expm1(-used / 2) / rates
+    best = rates.copy()
+    for ahead in range(1, NUM_BINS):
+        # to the end of the bin that lies so many ahead, from each that has one there
+        alive, spent = unused[:, :-ahead], time[:, :-ahead]
+        spent += alive * seconds[:, ahead:]
+        alive *= stays[:, ahead:]
+        np.maximum(best[:, :-ahead], (1 - alive) / spent, out=best[:, :-ahead])
+    return best
 
 
 class Known(NamedTuple):
@@ -91,9 +92,9 @@ class Known(NamedTuple):
     depth: int
 
 
-Moments: TypeAlias = dict[tuple[int, int], tuple[float, int]]
-"""By class and bin: the sum of some moments, and how many they are."""
-_NEVER = (0.0, 0)
+Cells: TypeAlias = dict[int, tuple[float, float]]
+"""By class and bin, as `row * NUM_BINS + bin`: a sum of moments and how many they are, or uses and seconds."""
+_NOTHING = (0.0, 0.0)
 
 
 class ReuseRates:
@@ -114,13 +115,13 @@ class ReuseRates:
         self._journal = journal
         self.known: dict[Class, Known] = {(): Known(0, 0, 0)}
         self.around: dict[int, int] = {0: 0}
-        self.came, self.aged, self.left = Moments(), Moments(), Moments()
-        self.uses: dict[tuple[int, int], tuple[float, float]] = {}
+        self.came, self.aged, self.left = Cells(), Cells(), Cells()
+        self.uses = Cells()
         self.table: list[list[float]] = []
         for each in counts:
             row = self.row(tuple(each["class"]))
             pairs = enumerate(zip(each["uses"], each["seconds"]))
-            self.uses |= {(row, at): pair for at, pair in pairs if any(pair)}
+            self.uses |= {row * NUM_BINS + at: pair for at, pair in pairs if any(pair)}
         self.learn(0.0)
 
     def row(self, wanted: Class) -> int:
@@ -141,18 +142,19 @@ class ReuseRates:
 
     def enter(self, row: int, age_bin: int, at: float) -> None:
         """A boundary takes its place in a bin."""
-        self._note(self.came, row, age_bin, at)
+        self._note(self.came, row * NUM_BINS + age_bin, at)
 
     def age(self, row: int, age_bin: int, at: float) -> None:
         """A boundary comes into a bin from the bin before it."""
-        self._note(self.aged, row, age_bin, at)
+        self._note(self.aged, row * NUM_BINS + age_bin, at)
 
     def leave(self, row: int, age_bin: int, at: float, *, used: bool = False) -> None:
         """A boundary leaves a bin, because it was used or for another reason."""
-        self._note(self.left, row, age_bin, at)
+        self._note(self.left, row * NUM_BINS + age_bin, at)
         if used:
-            uses, seconds = self.uses.get((row, age_bin), (0.0, 0.0))
-            self._journal.put(self.uses, (row, age_bin), (uses + 1, seconds))
+            cell = row * NUM_BINS + age_bin
+            uses, seconds = self.uses.get(cell, _NOTHING)
+            self._journal.put(self.uses, cell, (uses + 1, seconds))
 
     def learn(self, now: float) -> None:
         """Rates as all that was counted until now has them."""
@@ -176,17 +178,26 @@ class ReuseRates:
     def _own(self, now: float) -> Table:
         """The same, `[2, classes, bins]`."""
         counts = np.zeros((2, len(self.known), NUM_BINS))
-        for (row, at), pair in self.uses.items():
-            counts[:, row, at] = pair
-        for moments, begin, end in ((self.came, 0, None), (self.aged, 0, -1), (self.left, None, 0)):
-            for (row, at), (total, number) in moments.items():
-                since = number * now - total
-                if begin is not None:
-                    counts[1, row, at + begin] += since
-                if end is not None:
-                    counts[1, row, at + end] -= since
+        uses, seconds = counts.reshape(2, -1)
+        at, pairs = _arrays(self.uses)
+        uses[at], seconds[at] = pairs
+        for moments, sign, shift in (
+            (self.came, 1, 0),
+            (self.aged, 1, 0),
+            (self.aged, -1, -1),
+            (self.left, -1, 0),
+        ):
+            at, (total, number) = _arrays(moments)
+            seconds[at + shift] += sign * (number * now - total)
         return np.maximum(counts, 0.0)
 
-    def _note(self, moments: Moments, row: int, age_bin: int, at: float) -> None:
-        total, number = moments.get((row, age_bin), _NEVER)
-        self._journal.put(moments, (row, age_bin), (total + at, number + 1))
+    def _note(self, moments: Cells, cell: int, at: float) -> None:
+        total, number = moments.get(cell, _NOTHING)
+        self._journal.put(moments, cell, (total + at, number + 1))
+
+
+def _arrays(cells: Cells) -> tuple[NDArray[np.int64], Table]:
+    """Which cells there are, and both of their values, `[2, cells]`."""
+    at = np.fromiter(cells, np.int64, len(cells))
+    values = np.fromiter(cells.values(), np.dtype((np.float64, 2)), len(cells))
+    return at, values.T
