@@ -284,8 +284,9 @@ class Store:
         self, key: bytes, tier: Tier, state: Payload, pages: Mapping[bytes, Payload], now: float
     ) -> Store:
         """Holds a checkpoint and the pages that the tier lacks; gives up what is worth least if that is too much."""
-        shelf, node = self.shelves[tier], self.prompts.places[key].node
-        if nbytes(state) + self.row_nbytes * self.prompts.node(key).stop > self.share * shelf.budget:
+        shelf, node, page = self.shelves[tier], self.prompts.places[key].node, self.prompts.page
+        rows = self.prompts.node(key).stop // page * page
+        if nbytes(state) + self.row_nbytes * rows > self.share * shelf.budget:
             return self._count(skipped=1)
         index = self.prompts.index(key).hold(node, tier)
         shelf = shelf.add(key, state, pages, now)

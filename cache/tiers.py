@@ -31,8 +31,8 @@ class Storage(Protocol):
         ...
 
     def read(self, name: str, kept: Payload | None) -> Payload:
-        """The bytes that were written; `kept` is None where the store has nothing of its own for this tier. Raises OSError,
-        or ValueError for other bytes, if that is not possible."""
+        """The bytes that were written; `kept` is None where the store has nothing of its own for this tier. Raises
+        OSError, or ValueError for other bytes, if that is not possible."""
         ...
 
 
