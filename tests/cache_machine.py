@@ -11,6 +11,7 @@ from cache_laws import Laws, Prefix, said
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from rolling_model import ROW_NBYTES, STATE_NBYTES
 
 from cache.errors import Broken, Conflict
 from cache.holder import Holder
@@ -157,9 +158,14 @@ class StoreMachine(Laws):
             done = make_room(self.holder, tier, num_bytes, self.storages, self.now)
             assert done == (self.store.shelves[tier].nbytes + num_bytes <= before.budget)
         elif move == "demote":
+            tokens = len(self.prompts[key][1])
+            size = STATE_NBYTES + ROW_NBYTES * tokens
+            slower = [(other, self.store.shelves[other]) for other in self.faulty if other > tier]
+            room = any(s.budget - s.nbytes >= size and not self.faulty[o].full for o, s in slower)
+            readable = not any(storage.broken for storage in self.faulty.values())
             kept = demote(self.holder, key, tier, self.storages, self.now)
-            slower = (shelf for other, shelf in self.store.shelves.items() if other > tier)
-            assert kept == any(key in shelf.states for shelf in slower)
+            assert kept == any(key in self.store.shelves[other].states for other, _ in slower)
+            assert kept or key not in before.states or not room or not readable
         else:
             there = promote(self.holder, key, tier, self.storages, self.now)
             assert there == (key in self.store.shelves[tier].states)

@@ -45,7 +45,7 @@ MUTANTS = {
         "        except OSError:  # the tier cannot take it: as good as no room\n            return False",
         "        except OSError:\n            return bool(holder.update(_publishing(key, tier, {}, {}, now)))",
     ),
-    "dropped before it is demoted": ("tiers.py", "kept = any(", "kept = False and any("),
+    "dropped before it is demoted": ("tiers.py", "        any(_copy(", "        any(False and _copy("),
     "sources swap tiers": ("tier.py", "Tier((tiers & -tiers).bit_length() - 1)", "Tier(tiers.bit_length() - 1)"),
 }  # fmt: skip
 

@@ -166,6 +166,15 @@ def test_demotion_comes_before_dropping_and_skips_full_tiers() -> None:
     assert site.tiers(key) == []
 
 
+def test_a_tier_that_does_not_hold_a_checkpoint_cannot_demote_it() -> None:
+    site = Instance()
+    assert not demote(site.holder, site.key, Tier.HOST, site.storages, 1.0)
+    assert site.tiers(site.key) == [Tier.DEVICE]
+    assert promote(site.holder, site.key, Tier.DISK, site.storages, 1.0)
+    assert demote(site.holder, site.key, Tier.HOST, site.storages, 1.0)
+    assert site.tiers(site.key) == [Tier.DEVICE, Tier.DISK]
+
+
 def test_no_room_is_made_from_what_is_pinned() -> None:
     site = Instance(device=CHECKPOINT_NBYTES)
     site.holder.update(lambda store: store.pin(site.key))
