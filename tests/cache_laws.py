@@ -16,6 +16,7 @@ from cache.holder import Holder
 from cache.keys import KeyChain
 from cache.payload import nbytes
 from cache.plan import Limits, ResumePlan
+from cache.retention.protocol import Policy
 from cache.store import Store
 from cache.tier import Tier
 from cache.tiers import Storage
@@ -33,6 +34,8 @@ class Held(NamedTuple):
 class Laws(RuleBasedStateMachine):
     """A store, its storage, and what must be true of them after every step."""
 
+    policy: Policy = OldestFirst()
+    """Of every tier, empty."""
     chains: list[KeyChain]
     """Of the beginnings of the prompt that is being served, by their length from 1 on."""
 
@@ -42,12 +45,8 @@ class Laws(RuleBasedStateMachine):
         budgets=st.tuples(*[st.sampled_from([0, 200, 500, 3000])] * 3),
     )
     def begin(self, page: int, grid: int, budgets: tuple[int, int, int]) -> None:
-        self.page, self.limits, self.now, self.budgets = (
-            page,
-            Limits(grid=grid),
-            0.0,
-            dict(zip(Tier, budgets)),
-        )
+        self.page, self.limits, self.now = page, Limits(grid=grid), 0.0
+        self.budgets = dict(zip(Tier, budgets))
         self.holder = Holder(self.empty())
         self.faulty = {tier: Faulty() for tier in list(Tier)[:3]}
         self.remote = Remote()
@@ -58,7 +57,7 @@ class Laws(RuleBasedStateMachine):
 
     def empty(self) -> Store:
         sizes = {"state_nbytes": STATE_NBYTES, "row_nbytes": ROW_NBYTES}
-        return Store.empty(self.budgets, OldestFirst(), page=self.page, share=1.0, **sizes)  # type: ignore[arg-type]
+        return Store.empty(self.budgets, self.policy, page=self.page, share=1.0, **sizes)  # type: ignore[arg-type]
 
     @property
     def store(self) -> Store:
@@ -120,7 +119,7 @@ class Laws(RuleBasedStateMachine):
             assert sorted(shelf.pages) == sorted(
                 name for node in nodes if node.rows & tier.bit for name in node.names
             )
-            assert set(shelf.policy.last_use) == set(shelf.states)  # type: ignore[attr-defined]
+            assert sorted(shelf.policy.victims(2**60, self.now)) == sorted(shelf.states)
             needed = {name for key in shelf.states for name in self.pages_of(key)}
             kept = {name for key in self.store.pinned for name in self.pages_of(key)}
             assert needed <= set(shelf.pages) <= needed | kept
@@ -177,7 +176,7 @@ def said(store: Store) -> object:
         for at, node in index.nodes.items()
     }
     shelves = {
-        tier: (s.nbytes, dict(s.policy.last_use), contents(s.states), contents(s.pages))  # type: ignore[attr-defined]
+        tier: (s.nbytes, tuple(s.policy.victims(2**60, 1e6)), contents(s.states), contents(s.pages))
         for tier, s in store.shelves.items()
     }
     return nodes, shelves, dict(store.prompts.places), dict(store.pinned), store.counts
