@@ -53,7 +53,9 @@ class KeyChain:
             ValueError: for a digest of another length, and for a unit that is not positive.
         """
         if len(namespace) != DIGEST_NBYTES:
-            raise ValueError(f"a namespace has {DIGEST_NBYTES} bytes, got {len(namespace)}; see Namespace.digest")
+            raise ValueError(
+                f"a namespace has {DIGEST_NBYTES} bytes, got {len(namespace)}; see Namespace.digest"
+            )
         if unit < 1:
             raise ValueError(f"{unit=} must be positive: it is how many tokens a link of the chain has")
         first = hashlib.blake2b(namespace + _number(unit), digest_size=DIGEST_NBYTES).digest()

@@ -105,7 +105,8 @@ class Store:
         key = hit or (path[-1] if path else None)
         if key is None:
             return store
-        return replace(store, prompts=_touched(self.prompts, key, now))
+        index = self.prompts.index(key).touch(self.prompts.places[key].node, now)
+        return replace(store, prompts=self.prompts.set_index(key, index))
 
     def put(
         self,
@@ -254,9 +255,7 @@ class Store:
         idle = sorted((node.last_use, key) for key, node in nodes if not node.states and not node.pins)
         store = self
         for _, key in idle[: max(0, len(idle) - most)]:
-            store = replace(store, prompts=store.prompts.forget(key))._tell(
-                lambda p, key=key: p.forgotten(key)
-            )
+            store = store._forget(key)
         return store
 
     def stats(self) -> Stats:
@@ -280,12 +279,16 @@ class Store:
         made = Boundary(key, length, *around, kind, place.turn, self.state_nbytes, self.row_nbytes)
         return replace(self, prompts=prompts)._tell(lambda policy: policy.made(made, now)), key
 
+    def _forget(self, key: bytes) -> Store:
+        return replace(self, prompts=self.prompts.forget(key))._tell(lambda policy: policy.forgotten(key))
+
     def _add(
         self, key: bytes, tier: Tier, state: Payload, pages: Mapping[bytes, Payload], now: float
     ) -> Store:
         """Holds a checkpoint and the pages that the tier lacks; gives up what is worth least if that is too much."""
-        shelf, node = self.shelves[tier], self.prompts.places[key].node
-        if nbytes(state) + self.row_nbytes * self.prompts.node(key).stop > self.share * shelf.budget:
+        shelf, node, page = self.shelves[tier], self.prompts.places[key].node, self.prompts.page
+        rows = self.prompts.node(key).stop // page * page
+        if nbytes(state) + self.row_nbytes * rows > self.share * shelf.budget:
             return self._count(skipped=1)
         index = self.prompts.index(key).hold(node, tier)
         shelf = shelf.add(key, state, pages, now)
@@ -318,7 +321,3 @@ class Store:
 
     def _count(self, *, puts: int = 0, skipped: int = 0, evicted: int = 0, lost: int = 0) -> Store:
         return replace(self, counts=Counts(*map(sum, zip(self.counts, (puts, skipped, evicted, lost)))))
-
-
-def _touched(prompts: Prompts, key: bytes, now: float) -> Prompts:
-    return prompts.set_index(key, prompts.index(key).touch(prompts.places[key].node, now))

@@ -31,8 +31,8 @@ class Storage(Protocol):
         ...
 
     def read(self, name: str, kept: Payload | None) -> Payload:
-        """The bytes that were written; `kept` is None where the store has nothing of its own for this tier. Raises OSError,
-        or ValueError for other bytes, if that is not possible."""
+        """The bytes that were written; `kept` is None where the store has nothing of its own for this tier. Raises
+        OSError, or ValueError for other bytes, if that is not possible."""
         ...
 
 
@@ -96,16 +96,17 @@ def promote(holder: Holder, key: bytes, tier: Tier, storages: Storages, now: flo
 def demote(holder: Holder, key: bytes, tier: Tier, storages: Storages, now: float) -> bool:
     """Takes a checkpoint from a tier, after copying it to the next slower one that has a budget and room.
 
-    Whether a slower tier holds it now; if not, it is gone.
+    Whether a slower tier holds it now; if not, it is gone. Where it is pinned it stays, and is copied all the same.
     """
     slower = [other for other in sorted(holder.store.shelves) if other > tier]
-    kept = any(_copy(holder, key, other, storages, now) for other in slower)
-    holder.update(lambda store: store.drop(key, tier, now))
-    return kept
+    if key in holder.store.shelves[tier].states:
+        any(_copy(holder, key, other, storages, now) for other in slower)
+        holder.update(lambda store: store.drop(key, tier, now))
+    return any(key in holder.store.shelves[other].states for other in slower)
 
 
 def make_room(holder: Holder, tier: Tier, num_bytes: int, storages: Storages, now: float) -> bool:
-    """Demotes what is worth least until a tier has `num_bytes` free. Whether it has."""
+    """Demotes what is worth least, and is not pinned, until a tier has `num_bytes` free. Whether it has."""
     shelf = holder.store.shelves[tier]
     needed = shelf.nbytes + num_bytes - shelf.budget
     for key in shelf.policy.victims(needed, now) if needed > 0 else ():

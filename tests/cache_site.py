@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from oldest_first import OldestFirst
 
 from cache.namespace import Namespace
 from cache.payload import Sized
@@ -15,7 +16,6 @@ from cache.store import Store
 from cache.tier import Tier
 from cache.tokens import Media, Tokens
 from cache.view import View
-from oldest_first import OldestFirst
 
 NAMESPACE = Namespace(weights=b"weights", tokenizer=b"tokenizer").digest()
 STATE, ROW = 1000, 1
@@ -67,7 +67,11 @@ class Site:
         marks: Sequence[int] = (),
         reach: int | None = None,
     ) -> tuple[int, tuple[Placed, ...]]:
-        """A prefill that puts what was planned, up to `reach` if it is aborted there: where it resumed, what it made."""
+        """A prefill that puts what was planned, up to `reach` if it is aborted there.
+
+        Returns:
+            Where it resumed, and what it made.
+        """
         self.now += 1
         plan = self.plan(tokens, namespace=namespace, media=media, remote=remote)
         seen = self.store.match(namespace, tokens, media)
@@ -88,6 +92,7 @@ class Site:
         tier: Tier = Tier.DEVICE,
     ) -> bytes:
         """The checkpoint behind all tokens; its key."""
+        self.now += 1
         media = [item for item in media if item.position < len(tokens)]
         pages = [Sized(self.page * ROW)] * (len(tokens) // self.page)
         self.store = self.store.put(

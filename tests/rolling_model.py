@@ -7,7 +7,7 @@ answer to a prompt is a hash of its last state and of all its rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +60,7 @@ def resumed(boundary: int, state: Any, pages: Sequence[Any]) -> Run:
     return Run(boundary, (state["recurrent"].tobytes(),), rows)
 
 
-def run(before: Run, tokens: Sequence[int]) -> Run:
+def run(before: Run, tokens: Iterable[Any]) -> Run:
     """The model over more tokens."""
     states, rows = list(before.states), list(before.rows)
     for token in tokens:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from cache_machine import history_settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from naive_index import NaiveIndex, Prefix, common
 
 from cache.index import Index
@@ -17,9 +23,6 @@ from cache.tier import Tier
 from cache.tokens import Tokens
 from cache.view import view
 
-STEPS = int(os.environ.get("KDA_JAX_CACHE_STEPS", "1500"))
-"""Steps of each state machine."""
-STEPS_A_RUN = 50
 prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
 tiers = st.sampled_from([Tier.DEVICE, Tier.HOST, Tier.REMOTE])
 
@@ -156,20 +159,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert snapshot(index) == said
 
 
-def machine_settings() -> settings:
-    """As many runs as make STEPS steps, the same ones each time."""
-    return settings(
-        max_examples=max(1, STEPS // STEPS_A_RUN),
-        stateful_step_count=STEPS_A_RUN,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )
-
-
-TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = machine_settings()
+def test_random_histories_agree_with_the_naive_twin(cache_steps: int) -> None:
+    run_state_machine_as_test(IndexMachine, settings=history_settings(cache_steps))
 
 
 def edges(index: Index) -> Iterator[Tokens]:

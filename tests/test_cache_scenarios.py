@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cache_site import NAMESPACE, ROW, STATE, Site, join, text
 
 from cache.namespace import Namespace
 from cache.payload import Sized
 from cache.placement import place
-from cache.plan import Limits, resume
+from cache.plan import Limits, plan, resume
 from cache.retention.protocol import Creation, Kind
 from cache.tier import Tier
 from cache.tokens import Media
 from cache.view import Rows, Seen, View
-from cache_site import NAMESPACE, ROW, STATE, Site, join, text
 
 REMOTE = Tier.REMOTE.bit
 
@@ -49,9 +49,9 @@ def test_latents_that_only_a_remote_store_has_name_the_missing_boundary() -> Non
     trunk = text(4096)
     a, b = join(trunk[:1024], text(1024, 1)), join(trunk[:1024], text(1024, 2))
     first, second = Site(), Site()
-    plan = first.plan(a, remote=remote(1024))
-    assert (plan.boundary, plan.latent_hit, plan.state_hit) == (0, 1024, 0)
-    assert boundaries(plan.missing) == [1024]
+    found = first.plan(a, remote=remote(1024))
+    assert (found.boundary, found.latent_hit, found.state_hit) == (0, 1024, 0)
+    assert boundaries(found.missing) == [1024]
     assert 1024 in boundaries(first.serve(a, remote=remote(1024))[1])
     assert second.plan(b, remote=remote(1024, 1024)).boundary == 1024
     assert second.plan(b, remote=remote(1024, 1024)).missing == ()
@@ -147,6 +147,31 @@ def test_the_views_of_two_tiers_are_one_set() -> None:
     assert site.plan(tokens).boundary == 512
     assert (plan.boundary, plan.state) == (1024, Tier.REMOTE)
     assert plan.rows == ((0, 512, Tier.HOST), (512, 1024, Tier.REMOTE))
+
+
+def test_a_tier_that_may_not_be_used_is_not_seen() -> None:
+    site, tokens = Site(budgets={Tier.DEVICE: 10**9, Tier.HOST: 10**9}), text(2048)
+    site.put(tokens[:512])
+    site.put(tokens[:1024], tier=Tier.HOST)
+    index = site.store.prompts.indexes[NAMESPACE]
+    for tiers, found in [(3, (1024, 1024)), (1, (512, 512)), (2, (1024, 1024)), (4, (0, 0))]:
+        planned = plan(tokens, index, Limits(tiers=tiers))
+        assert (planned.boundary, planned.latent_hit) == found
+    assert plan(tokens, index, Limits()).rows == ((0, 512, Tier.DEVICE), (512, 1024, Tier.HOST))
+    assert plan(tokens, index, Limits(tiers=2)).rows == ((0, 1024, Tier.HOST),)
+    assert plan(tokens, index, Limits(), remote(2000 // 64 * 64, 1984)).boundary == 1984
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [({"grid": 0}, "grid=0"), ({"most": -1}, "most=-1"), ({"nbytes": -1}, "nbytes=-1")],
+    ids=["grid", "most", "nbytes"],
+)
+def test_limits_check_themselves(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Limits(**limits)
+    with pytest.raises(ValueError, match="interval=-1"):
+        Creation(interval=-1)
 
 
 def test_a_generation_s_end_resumes_on_another_instance() -> None:

@@ -9,23 +9,25 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from immutables import Map
-
 import rolling_model
+from cache_machine import StoreMachine, history_settings
+from cache_site import NAMESPACE, ROW, STATE, Site, join, text
+from hypothesis.stateful import run_state_machine_as_test
+from immutables import Map
+from oldest_first import OldestFirst
+
 from cache.errors import Conflict
 from cache.payload import Sized, nbytes, same
 from cache.retention.protocol import Boundary, Kind
 from cache.shelf import Shelf
 from cache.store import Store
 from cache.tier import Tier
-from cache_machine import StoreMachine
-from cache_site import NAMESPACE, ROW, STATE, Site, join, text
-from oldest_first import OldestFirst
-from test_cache_index import machine_settings
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = machine_settings()
 PAGE = 64
+
+
+def test_random_histories_keep_the_laws(cache_steps: int) -> None:
+    run_state_machine_as_test(StoreMachine, settings=history_settings(cache_steps))
 
 
 def store_of(budget: int, policy: Any = OldestFirst(), **options: Any) -> Store:  # noqa: B008
