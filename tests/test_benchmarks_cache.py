@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks import cache as bench
+from benchmarks import foresight
 from benchmarks.agent_trace import agent_requests, lines
 from benchmarks.foresight import foresee, goals, unseen
 from benchmarks.replay import Sizes, replay
 from benchmarks.trace import BLOCK, UNKNOWN, Request, parse, read
-from cache.retention import policy
+from cache.placement import place
+from cache.plan import Limits, Missing, ResumePlan
+from cache.retention import Creation, Kind, policy
+from cache.store import Store
+from cache.tokens import Tokens
 from kda_jax.commands import run
 
 TOY = [
@@ -63,6 +68,43 @@ def test_foresight_keeps_what_is_used_next() -> None:
     got = foresee([far, near, Request(2.0, 600, (7,)), near, far], Sizes(10_000, 1), 12_000 / 1e9)
     assert (got["hits"], got["evicted"]) == (1, 1)
     assert got["recomputed"] == pytest.approx((1600 + 1600 + 600 + 64 + 1600) / 7000)
+
+
+def test_foresight_computes_the_last_token_too() -> None:
+    whole = Request(0.0, 2 * BLOCK, (1, 2))
+    assert goals([whole, whole]) == [0, 1]
+    assert foresee([whole, whole], SMALL, 1.0)["recomputed"] == pytest.approx(3 / 4)
+
+
+def test_foresight_finds_the_least_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foresight, "_LOOKED_AT", 1)
+    prompts = [Request(float(at), 1600, (3 * at, 3 * at + 1, 3 * at + 2)) for at in range(3)]
+    # room for two; all come again, the first one last
+    got = foresee([*prompts, *reversed(prompts)], Sizes(10_000, 1), 24_000 / 1e9)
+    assert (got["hits"], got["evicted"]) == (2, 1)
+    # room for one, and the second and the third come again
+    got = foresee([*prompts, prompts[2], prompts[1]], Sizes(10_000, 1), 12_000 / 1e9)
+    assert (got["hits"], got["evicted"]) == (1, 1)
+    assert got["recomputed"] == pytest.approx((4 * 1600 + 64) / 8000)
+
+
+def test_the_deepest_checkpoint_of_a_prompt_is_published_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[int] = []
+
+    def put(store: Store, namespace: bytes, tokens: Tokens, *rest: object, **kind: object) -> Store:
+        published.append(len(tokens))
+        return store
+
+    monkeypatch.setattr(Store, "put", put)
+    replay(TOY[:1], policy("ours"), SMALL, 1.0)
+    assert published == [1536, 1024, 512]
+
+
+def test_boundaries_before_the_end_lie_beyond_what_is_known() -> None:
+    resumed = ResumePlan(0, None, None, (), 0, 0, (Missing(1300, Kind.BRANCH),), ())
+    creation = Creation(kinds=frozenset({Kind.BEFORE_END}), before_end=(256, 512))
+    assert place(resumed, 1600, Limits(grid=1), creation) == ((1344, Kind.BEFORE_END),)
+    assert place(resumed, 1600, Limits(grid=64), creation) == ((1344, Kind.BEFORE_END),)
 
 
 def test_tokens_are_equal_where_blocks_are() -> None:

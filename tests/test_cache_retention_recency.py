@@ -28,6 +28,7 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     assert order(used.used((b"a", b"b"), b"a", 2.0).dropped(b"b", 3.0)) == "c a"
     assert order(used.dropped(b"b", 2.0).held(b"b", 3.0)) == "c a b"
     assert used.worth(b"c", 1.0) < used.worth(b"a", 1.0)
+    assert order(made.dropped(b"c", 1.0)) == "a b"
     assert order(made) == "a b c", "an old version has changed"
 
 
