@@ -45,12 +45,19 @@ class Shelf:
         """Bytes beyond the budget."""
         return max(0, self.nbytes - self.budget)
 
-    def add(self, key: bytes, state: Payload, pages: Mapping[bytes, Payload], now: float) -> Shelf:
-        """With a checkpoint and the pages that it did not have."""
+    def add(
+        self,
+        key: bytes,
+        state: Payload,
+        pages: Mapping[bytes, Payload],
+        now: float,
+        policy: Policy | None = None,
+    ) -> Shelf:
+        """With a checkpoint and the pages that it did not have; `policy` is its own that knows of this, if one does."""
         size = nbytes(state) + sum(map(nbytes, pages.values()))
         return replace(
             self,
-            policy=self.policy.held(key, now),
+            policy=policy or self.policy.held(key, now),
             states=self.states.set(key, state),
             pages=self.pages.update(pages) if pages else self.pages,
             nbytes=self.nbytes + size,

@@ -290,8 +290,12 @@ class Store:
         rows = self.prompts.node(key).stop // page * page
         if nbytes(state) + self.row_nbytes * rows > self.share * shelf.budget:
             return self._count(skipped=1)
+        size, policy = nbytes(state) + sum(map(nbytes, pages.values())), shelf.policy.held(key, now)
+        excess = shelf.nbytes + size - shelf.budget
+        if excess > 0 and key not in self.pinned and next(policy.victims(excess, now), None) == key:
+            return self._count(skipped=1)
         index = self.prompts.index(key).hold(node, tier)
-        shelf = shelf.add(key, state, pages, now)
+        shelf = shelf.add(key, state, pages, now, policy)
         store = replace(self, prompts=self.prompts.set_index(key, index))._on(tier, shelf)._count(puts=1)
         if shelf.excess:
             store = store.evict(tier, shelf.excess, now)
