@@ -57,7 +57,7 @@ class Shelf:
         size = nbytes(state) + sum(map(nbytes, pages.values()))
         return replace(
             self,
-            policy=policy or self.policy.held(key, now),
+            policy=self.policy.held(key, now) if policy is None else policy,
             states=self.states.set(key, state),
             pages=self.pages.update(pages) if pages else self.pages,
             nbytes=self.nbytes + size,
