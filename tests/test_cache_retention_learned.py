@@ -11,7 +11,7 @@ import pytest
 
 from cache.retention import Boundary, Kind, Learned
 from cache.retention.forest import Forest, Remembered, serving
-from cache.retention.learned import traits
+from cache.retention.learning import traits
 
 STATE, ROW = 1000, 2
 Paths = dict[bytes, tuple[str, ...]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -199,5 +200,5 @@ class ReuseRates:
 def _arrays(cells: Cells) -> tuple[NDArray[np.int64], Table]:
     """Which cells there are, and both of their values, `[2, cells]`."""
     at = np.fromiter(cells, np.int64, len(cells))
-    values = np.fromiter(cells.values(), np.dtype((np.float64, 2)), len(cells))
-    return at, values.T
+    values = np.fromiter(chain.from_iterable(cells.values()), np.float64, 2 * len(cells))
+    return at, values.reshape(-1, 2).T
