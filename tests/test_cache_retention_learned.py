@@ -237,6 +237,18 @@ def test_checkpoints_are_made_before_the_end_where_prompts_part_there() -> None:
     assert policy.creation.before_end == (512,)
 
 
+def test_the_distance_to_an_end_is_counted_across_what_lies_between() -> None:
+    policy = Learned().made(boundary("end", 5000), 0.0)
+    policy = policy.made(boundary("b1", 4500, None, ("end",), Kind.BEFORE_END), 0.0)
+    policy = policy.made(boundary("b2", 4000, None, ("b1",), Kind.BEFORE_END), 0.0)
+    for _ in range(60):
+        policy = policy.used([b"end"], None, 1.0)
+    assert policy.creation.before_end == ()
+    for _ in range(4):
+        policy = policy.used([b"b2"], None, 2.0)
+    assert policy.creation.before_end == (1024,)
+
+
 def test_a_prompts_own_end_tells_nothing_of_where_it_parted() -> None:
     policy = Learned().made(boundary("old", 9000), 0.0)
     for _ in range(60):

@@ -27,7 +27,7 @@ class Remembered:
         turn: prompts that its path had seen.
         step: tokens from its parent, when it was made.
         request: how many requests had come when it was made.
-        ahead: tokens to the nearest prompt end behind it, when it was made; 0 if there was none.
+        ahead: tokens to the nearest prompt end behind it when it was made; 0 without one, and for prompt ends.
         state_nbytes: of its state.
         row_nbytes: of one token's latent.
         parent: the deepest remembered boundary before it; the root's is itself.

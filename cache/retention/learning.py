@@ -19,7 +19,7 @@ BEFORE_END = (64, 128, 256, 512, 1024, 2048)
 PARTS_OFTEN = 1 / 32
 """A distance is worth trying if prompts part there this often for each one that goes on from a prompt's end."""
 SEEN_ONCE_IN = 8
-"""Before anything is seen, prompts are believed to have parted once at each distance, in so many that went on."""
+"""Before anything is seen, prompts are believed to have parted once at each distance, of so many that went on."""
 LEARNS_EVERY = 64
 """Requests between two looks at what was counted; fewer while there were few requests altogether."""
 
@@ -34,8 +34,8 @@ class Learning:
         requests: how many came.
         learns_at: the request at which rates are learned anew.
         clock: time of the last event.
-        by_worth: guesses of what held boundaries are worth, least first. No part of a version: each is looked up before it is
-            believed, and whatever a version changes is guessed anew.
+        by_worth: guesses of what held boundaries are worth, least first. No part of a version: each is looked up before
+            it is believed, and whatever a version changes is guessed anew.
         by_due: guesses of when boundaries come into their next bin of age, likewise.
     """
 
@@ -113,11 +113,12 @@ class Learning:
         self.advance(now)
         member = self.forest.add(boundary, self.clock)
         member.request = self.requests
-        ends = [self.forest.members[key] for key in boundary.children]
-        ends = [end for end in ends if end.kind == Kind.PROMPT_END]
-        if boundary.kind is Kind.BRANCH:  # the parting prompt's own end says nothing
-            ends = [end for end in ends if end.request < self.requests]
-        member.ahead = min((end.tokens - member.tokens for end in ends), default=0)
+        behind = [self.forest.members[key] for key in boundary.children]
+        if boundary.kind is Kind.BRANCH:  # the parting prompt's own boundaries say nothing
+            behind = [each for each in behind if each.request < self.requests]
+        ends = [each.tokens + each.ahead for each in behind if each.ahead or each.kind == Kind.PROMPT_END]
+        if ends and boundary.kind is not Kind.PROMPT_END:
+            member.ahead = min(ends) - member.tokens
         if boundary.kind is Kind.BRANCH:
             self.part(member.ahead)
         self.begin(member)
