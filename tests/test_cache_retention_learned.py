@@ -8,6 +8,8 @@ import random
 from itertools import islice
 
 import pytest
+from cache_machine import StoreMachine
+from hypothesis import HealthCheck, settings
 
 from cache.retention import Boundary, Kind, Learned
 from cache.retention.forest import Forest, Remembered, serving
@@ -156,6 +158,13 @@ def test_victims_come_each_as_if_those_before_it_were_dropped() -> None:
     assert next(policy.victims(1, play.now), None) is None
 
 
+def test_those_that_begin_with_one_empty_policy_share_no_structure() -> None:
+    empty = Learned()
+    one, two = (empty.made(boundary(key, 512), 0.0) for key in ("a", "b"))
+    assert one._core is not two._core and not empty._core.forest.members
+    assert one.held(b"a", 0.0).worth(b"a", 0.0) == two.held(b"b", 0.0).worth(b"b", 0.0)
+
+
 def test_two_that_are_dropped_from_one_version_do_not_meet() -> None:
     policy = Learned()
     for key in ("a", "b", "c"):
@@ -282,3 +291,20 @@ def test_what_is_held_is_not_forgotten() -> None:
     with pytest.raises(ValueError, match="dropped before it is forgotten"):
         policy.forgotten(b"a")
     assert policy.worth(b"a", 0.0) > 0
+
+
+class LearnedStoreMachine(StoreMachine):
+    """Random histories of a store under the laws, with this policy in every tier."""
+
+    policy = Learned()
+
+
+TestLearnedStore = LearnedStoreMachine.TestCase
+TestLearnedStore.settings = settings(
+    max_examples=20,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)

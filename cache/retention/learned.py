@@ -26,7 +26,7 @@ class Learned:
     Ages advance when a request comes: what `worth` and `victims` say is as of the last `used`.
     """
 
-    __slots__ = ("_core", "_version")
+    __slots__ = ("_core", "_start", "_version")
 
     def __init__(self, learned: Mapping[str, Any] | None = None) -> None:
         """An empty policy.
@@ -34,7 +34,8 @@ class Learned:
         Args:
             learned: what `learned` gave in another process: rates survive a restart, boundaries are made anew.
         """
-        self._core = Learning(learned or {})
+        self._start: Mapping[str, Any] | None = learned or {}
+        self._core = Learning(self._start)
         self._version = self._core.journal.current
 
     @property
@@ -100,11 +101,15 @@ class Learned:
 
     def _at(self, version: Version) -> Learned:
         other = object.__new__(Learned)
-        other._core, other._version = self._core, version
+        other._core, other._version, other._start = self._core, version, None
         return other
 
     def _next(self, act: Callable[[Learning], None]) -> Learned:
-        return self._at(self._core.change(self._version, act))
+        if self._start is None:
+            return self._at(self._core.change(self._version, act))
+        # a structure of its own for whoever begins with this value: each tier of a store does
+        own = Learned(self._start)
+        return own._at(own._core.change(own._version, act))
 
 
 class _LaidOut:
