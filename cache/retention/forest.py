@@ -101,13 +101,13 @@ class Remembered:
 
 
 class Forest:
-    """All remembered boundaries. Changes go through a journal; `lowered` collects those whose worth may have fallen."""
+    """All remembered boundaries. Changes go through a journal; `changed` collects whose worth may be another."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self.root = Remembered(_ROOT, None, 0.0)
         self.members: dict[bytes, Remembered] = {}
-        self.lowered: list[Remembered] = []
+        self.changed: list[Remembered] = []
         self.pending: dict[Remembered, float] = {}
 
     def add(self, boundary: Boundary, now: float) -> Remembered:
@@ -154,8 +154,7 @@ class Forest:
         for server, change in self.pending.items():
             if change and server is not self.root:
                 self._journal.set(server, "earned", server.earned + change)
-                if change < 0:
-                    self.lowered.append(server)
+                self.changed.append(server)
         self.pending.clear()
 
     def hold(self, new: Remembered) -> None:
@@ -163,11 +162,14 @@ class Forest:
         journal, old = self._journal, new.server
         journal.set(new, "held", True)
         self._hand_over(new, old, new)
-        member = new
+        member, path = new, {new.key}
         while member is not self.root and member.key not in member.parent.behind:
             journal.put(member.parent.behind, member.key, member)
             member = member.parent
-        self.lowered += (old, new)
+            if len(member.behind) == 2:  # who was alone behind this place shares its latents now
+                (other,) = (each for each in member.behind.values() if each.key not in path)
+                self._alone(other)
+            path.add(member.key)
 
     def drop(self, gone: Remembered) -> None:
         """Its bytes are gone."""
@@ -179,10 +181,13 @@ class Forest:
             journal.remove(member.parent.behind, member.key)
             member = member.parent
         # who is left alone behind this place now pays for latents that were shared
+        self._alone(member)
+
+    def _alone(self, member: Remembered) -> None:
+        """What is held at a place or, if there is one only, behind it, may change its worth."""
         while not member.held and len(member.behind) == 1:
             (member,) = member.behind.values()
-        if member is not gone:
-            self.lowered.append(member)
+        self.changed.append(member)
 
     def _hand_over(self, start: Remembered, old: Remembered, new: Remembered) -> None:
         """All that `old` serves at and behind `start` is served by `new`."""
@@ -193,10 +198,11 @@ class Forest:
             moved += member.stage[1]
             for child in member.children.values():
                 if child.held:
-                    self.lowered.append(child)
+                    self.changed.append(child)
                 else:
                     left.append(child)
         for server, change in ((old, -moved), (new, moved)):
+            self.changed.append(server)
             if server is not self.root:
                 journal.set(server, "earned", server.earned + change)
 

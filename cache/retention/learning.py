@@ -66,9 +66,12 @@ class Learning:
             return new
 
     def settled(self, act: Callable[[Learning], None]) -> None:
-        """An act, after which servers have earned what they serve."""
+        """An act, after which servers have earned what they serve. Whose worth may be another is written anew, so that
+        who goes back or forth over this change finds it touched."""
         act(self)
         self.forest.pay()
+        for member in dict.fromkeys(self.forest.changed):
+            self.journal.set(member, "earned", member.earned)
 
     def lay_out(self, version: Version) -> None:
         """Makes a version the one that is read and written."""
@@ -76,19 +79,20 @@ class Learning:
             return
         for target in self.journal.lay_out(version):
             if isinstance(target, Remembered):
-                self.forest.lowered.append(target)
+                target.hint = math.inf  # its note may be gone, if it was not remembered meanwhile
+                self.forest.changed.append(target)
                 heapq.heappush(self.by_due, (due(target), target.key))
         self.guess()
 
     def guess(self) -> None:
         """Notes the worth of whatever may be worth less than was noted."""
-        for member in dict.fromkeys(self.forest.lowered):
+        for member in dict.fromkeys(self.forest.changed):
             if member.held and member.key:
                 worth = member.worth
                 if worth < member.hint:
                     member.hint = worth
                     heapq.heappush(self.by_worth, (worth, member.key))
-        self.forest.lowered.clear()
+        self.forest.changed.clear()
 
     def least(self) -> bytes | None:
         """The held boundary that is worth least."""
