@@ -36,8 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For tests that do not compare bits."""
+    """What tests may trade for time."""
     parser.addoption("--quick-compile", action="store_true", help="compile with little optimisation")
+    parser.addoption(
+        "--cache-steps", type=int, default=1500, help="steps of each random history of the cache"
+    )
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -55,6 +58,12 @@ def goldens() -> Path:
 def golden() -> Callable[[str], dict[str, np.ndarray]]:
     """Loads a golden file: `golden("kda_ops.safetensors")` gives its arrays by name, as numpy."""
     return lambda name: {key: np.asarray(value) for key, value in load_file(GOLDENS / name).items()}
+
+
+@pytest.fixture(scope="session")
+def cache_steps(request: pytest.FixtureRequest) -> int:
+    """How many steps the cache's state machines take."""
+    return int(request.config.getoption("--cache-steps") or 0)
 
 
 @pytest.fixture(scope="session")

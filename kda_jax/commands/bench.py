@@ -1,4 +1,4 @@
-"""`bench ops` and `bench model`: the benchmarks beside the package in a checkout."""
+"""`bench ops`, `bench model` and `bench cache`: the benchmarks beside the package in a checkout."""
 
 from __future__ import annotations
 
@@ -40,3 +40,34 @@ def ops(json: Json = None, only: Only = None, quick: Quick = False) -> None:
 def model(json: Json = None, quick: Quick = False) -> None:
     """Time the 41 M parameter model beside transformers, on the same weights."""
     _run("model", json, quick=quick)
+
+
+@bench.command()
+def cache(
+    more: Annotated[list[float] | None, typer.Argument(metavar="[GB]...", help="More budgets.")] = None,
+    json: Json = None,
+    trace: Annotated[
+        str, typer.Option(help="A file in Mooncake's format, or: conversation, synthetic, agent.")
+    ] = "conversation",
+    budget_gb: Annotated[
+        list[float] | None,
+        typer.Option(help="Budgets of latents and checkpoints together, one or several (64 256 1000)."),
+    ] = None,
+    state: Annotated[
+        list[str] | None, typer.Option(help="Checkpoints in fp32 or int8; may be repeated.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="ours, a peer's rule, foresight, or all; may be repeated (ours and foresight)."),
+    ] = None,
+    checkpoint_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of a float32 checkpoint (Kimi K3's).")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the figures here (beside --json).", dir_okay=False)
+    ] = None,
+) -> None:
+    """Replay a trace through the cache: how much of its prompts is recomputed under a budget."""
+    given = {"budget_gb": [*(budget_gb or ()), *(more or ())], "state": state, "policy": policy}
+    chosen = {name: values for name, values in given.items() if values}
+    _run("cache", json, trace=trace, checkpoint_bytes=checkpoint_bytes, plot=plot, **chosen)

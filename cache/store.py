@@ -1,0 +1,327 @@
+"""The store: checkpoints by prompt, in tiers with budgets, as one immutable value.
+
+Every change returns a new store and leaves the old one as it was, so that a reader needs no lock, and what fails
+halfway has changed nothing. No I/O and no clock: times are handed in, and `cache.tiers` moves bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from immutables import Map
+from numpy.typing import ArrayLike
+
+from cache.errors import Conflict
+from cache.payload import Payload, nbytes, same
+from cache.plan import Limits, ResumePlan, resume
+from cache.prompts import Prompts
+from cache.retention.protocol import Boundary, Kind, Policy
+from cache.shelf import Shelf
+from cache.stats import Counts, Stats, TierStats
+from cache.tier import Tier
+from cache.tokens import Media, as_tokens
+from cache.view import View, merge, view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """An immutable value; make one with `Store.empty`.
+
+    Attributes:
+        state_nbytes: what a policy is told of a checkpoint's state.
+        row_nbytes: what a policy is told of a token's latent.
+        share: largest part of a tier's budget that one prompt may take.
+        prompts: every boundary that is remembered.
+        shelves: what each tier holds.
+        pinned: how many pins there are, by key.
+        counts: what happened so far.
+    """
+
+    state_nbytes: int
+    row_nbytes: int
+    share: float
+    prompts: Prompts
+    shelves: Map[Tier, Shelf]
+    pinned: Map[bytes, int]
+    counts: Counts
+
+    @classmethod
+    def empty(
+        cls,
+        budgets: Mapping[Tier, int],
+        policy: Policy,
+        *,
+        state_nbytes: int,
+        row_nbytes: int,
+        page: int = 512,
+        share: float = 0.5,
+    ) -> Store:
+        """A store without a checkpoint.
+
+        Args:
+            budgets: bytes of each tier there is.
+            policy: an empty one; each tier starts with it.
+            state_nbytes: bytes of a checkpoint's state, as a policy is to weigh it; payloads say their own.
+            row_nbytes: bytes of a token's latent, likewise.
+            page: latent rows a page: what is moved and dropped together.
+            share: largest part of a tier's budget that one prompt's latents and state may take. A larger prompt is
+                served and not kept, so that it cannot flush what others use.
+
+        Raises:
+            ValueError: without a tier, and for values out of range.
+        """
+        if not budgets or page < 1 or not 0 < share <= 1:
+            raise ValueError(
+                f"a store has a tier, a positive {page=} and a {share=} in (0, 1], got {budgets=}"
+            )
+        return cls(
+            state_nbytes=state_nbytes,
+            row_nbytes=row_nbytes,
+            share=share,
+            prompts=Prompts.empty(page),
+            shelves=Map({tier: Shelf.empty(budget, policy) for tier, budget in budgets.items()}),
+            pinned=Map(),
+            counts=Counts(),
+        )
+
+    def match(self, namespace: bytes, tokens: ArrayLike, media: Sequence[Media] = ()) -> View:
+        """What is held of a prompt, and where. Changes nothing: `used` records that a request came."""
+        return view(*self.prompts.find(namespace, as_tokens(tokens), media))
+
+    def plan(self, seen: View, num_tokens: int, limits: Limits, remote: View | None = None) -> ResumePlan:
+        """Where a request resumes, from its `match` and what a remote store was found to hold of it."""
+        return resume(merge(seen, remote) if remote else seen, num_tokens, self.prompts.page, limits)
+
+    def used(self, seen: View, hit: bytes | None, now: float) -> Store:
+        """A request came: `seen` is its match, `hit` the key of the boundary that it resumes from, if any.
+
+        Only the boundary that it resumes from, or else the deepest one that it passes, counts as used.
+        """
+        keys = (item.key for item in seen.boundaries if item.key is not None)
+        path = tuple(key for key in keys if key in self.prompts.places)
+        hit = hit if hit in path else None
+        store = self._tell(lambda policy: policy.used(path, hit, now))
+        key = hit or (path[-1] if path else None)
+        if key is None:
+            return store
+        index = self.prompts.index(key).touch(self.prompts.places[key].node, now)
+        return replace(store, prompts=self.prompts.set_index(key, index))
+
+    def put(
+        self,
+        namespace: bytes,
+        tokens: ArrayLike,
+        state: Payload,
+        pages: Sequence[Payload] = (),
+        *,
+        kind: Kind,
+        now: float,
+        media: Sequence[Media] = (),
+        tier: Tier = Tier.DEVICE,
+    ) -> Store:
+        """Publishes the checkpoint behind `tokens`, whole.
+
+        Its latents are pages of `page` rows; the rows of an unfinished last page are among the leaves of `state`. If
+        the budget does not suffice, the policy gives others up, or this one.
+
+        Args:
+            namespace: `Namespace.digest()`.
+            tokens: all tokens before the boundary.
+            state: what is at the boundary: the arrays pass to the store and are not written any more.
+            pages: the last pages before the boundary, at least those that the tier does not hold; of those that it
+                holds, its own stay.
+            kind: why the boundary was made.
+            now: seconds.
+            media: those in `tokens`.
+            tier: that holds the bytes.
+
+        Returns:
+            A store that remembers the boundary and, where there was room, holds it. Nothing changes if the tier holds
+            it already.
+
+        Raises:
+            Conflict: if the tier holds other bytes for this boundary.
+            ValueError: if pages are missing, or there is no such tier.
+        """
+        shelf = self._shelf(tier)
+        store, key = self._remember(namespace, tokens, media, kind, now)
+        if key in shelf.states:
+            if not same(shelf.states[key], state):
+                raise Conflict(key, tier)
+            return self
+        lacks = store.prompts.lacks(key, tier)
+        if len(pages) < len(lacks):
+            raise ValueError(
+                f"{len(lacks)} pages before the boundary are not held here, got {len(pages)}: pass them all"
+            )
+        return store._add(key, tier, state, dict(zip(lacks, pages[len(pages) - len(lacks) :])), now)
+
+    def remember(
+        self, namespace: bytes, tokens: ArrayLike, *, kind: Kind, now: float, media: Sequence[Media] = ()
+    ) -> Store:
+        """Remembers the boundary behind `tokens` without bytes: a prompt that passes it again finds it missing."""
+        return self._remember(namespace, tokens, media, kind, now)[0]
+
+    def copied(
+        self, key: bytes, tier: Tier, state: Payload, pages: Mapping[bytes, Payload], now: float
+    ) -> Store:
+        """Publishes a copy of a remembered boundary in another tier, where all of it has been written.
+
+        Nothing changes if the boundary was forgotten meanwhile, if the tier holds it, or if pages that it lacks by now
+        are not among `pages`.
+        """
+        if key not in self.prompts.places or key in self._shelf(tier).states:
+            return self
+        lacks = self.prompts.lacks(key, tier)
+        if not all(name in pages for name in lacks):
+            return self
+        return self._add(key, tier, state, {name: pages[name] for name in lacks}, now)
+
+    def drop(self, key: bytes, tier: Tier, now: float) -> Store:
+        """A tier gives up a checkpoint, and with it the pages that none of its other checkpoints and no pin needs.
+
+        The boundary stays remembered. Nothing changes if the tier does not hold it or it is pinned.
+        """
+        if key not in self._shelf(tier).states or key in self.pinned:
+            return self
+        return self._release(key, tier, now)
+
+    def lose(self, key: bytes, tier: Tier, now: float, page: bytes | None = None) -> Store:
+        """A checkpoint could not be read, or one of the pages before it: it goes, pinned or not, and so does every
+        checkpoint of the tier that needs the page.
+
+        Args:
+            key: of the boundary. Nothing changes if it was forgotten meanwhile.
+            tier: that failed. Nothing changes if the store keeps no account of it.
+            now: seconds.
+            page: name of the page that could not be read; None if it was the state.
+        """
+        if key not in self.prompts.places or tier not in self.shelves:
+            return self
+        if page is None:
+            return self._release(key, tier, now)._count(lost=1) if key in self.shelves[tier].states else self
+        index = self.prompts.index(key)
+        owners = (at for at, node in index.ancestors(self.prompts.places[key].node) if page in node.names)
+        index, keys, pages = index.strip(next(owners), tier)
+        shelf = self.shelves[tier]
+        for lost in keys:
+            shelf = shelf.discard(lost, (), now)
+        store = replace(self, prompts=self.prompts.set_index(key, index))
+        return store._on(tier, shelf.discard_pages(pages))._count(lost=len(keys))
+
+    def evict(self, tier: Tier, num_bytes: int, now: float) -> Store:
+        """A tier gives up what is worth least until `num_bytes` more are free or all that is left is pinned."""
+        shelf = self._shelf(tier)
+        store, goal = self, max(0, shelf.nbytes - num_bytes)
+        if shelf.nbytes <= goal:
+            return self
+        for key in shelf.policy.victims(num_bytes, now):
+            after = store.drop(key, tier, now)
+            store = after if after is store else after._count(evicted=1)
+            if store.shelves[tier].nbytes <= goal:
+                break
+        return store
+
+    def pin(self, key: bytes) -> Store:
+        """A boundary, and the pages before it, stay in the tiers where they are. Pins are counted.
+
+        Raises:
+            KeyError: if the boundary is not remembered.
+        """
+        index = self.prompts.index(key).pin(self.prompts.places[key].node)
+        pinned = self.pinned.set(key, self.pinned.get(key, 0) + 1)
+        return replace(self, prompts=self.prompts.set_index(key, index), pinned=pinned)
+
+    def unpin(self, key: bytes) -> Store:
+        """Gives one pin back, and with the last one the pages that only it had kept.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if key not in self.pinned:
+            raise ValueError(f"{key.hex()[:16]} is unpinned more often than pinned; a pin is given back once")
+        index, freed = self.prompts.index(key).unpin(self.prompts.places[key].node)
+        left = self.pinned[key] - 1
+        pinned = self.pinned.set(key, left) if left else self.pinned.delete(key)
+        store = replace(self, prompts=self.prompts.set_index(key, index), pinned=pinned)
+        for tier, names in freed:
+            store = store._on(tier, store.shelves[tier].discard_pages(names))
+        return store
+
+    def forget(self, most: int) -> Store:
+        """Remembers at most `most` boundaries without bytes or pins: those that were used last."""
+        nodes = ((key, self.prompts.node(key)) for key in self.prompts.places)
+        idle = sorted((node.last_use, key) for key, node in nodes if not node.states and not node.pins)
+        store = self
+        for _, key in idle[: max(0, len(idle) - most)]:
+            store = store._forget(key)
+        return store
+
+    def stats(self) -> Stats:
+        """The store in numbers."""
+        tiers = {
+            tier: TierStats(len(shelf.states), len(shelf.pages), shelf.nbytes, shelf.budget)
+            for tier, shelf in sorted(self.shelves.items())
+        }
+        return Stats(tiers, len(self.prompts.places), len(self.pinned), self.counts)
+
+    def _remember(
+        self, namespace: bytes, tokens: ArrayLike, media: Sequence[Media], kind: Kind, now: float
+    ) -> tuple[Store, bytes]:
+        """A store that remembers a boundary, and its key."""
+        prompts, key = self.prompts.remember(namespace, tokens, media, kind, now)
+        if prompts is self.prompts:
+            return self, key
+        place, index = prompts.places[key], prompts.index(key)
+        around = index.parent(place.node), index.children(place.node)
+        length = index.nodes[place.node].stop
+        made = Boundary(key, length, *around, kind, place.turn, self.state_nbytes, self.row_nbytes)
+        return replace(self, prompts=prompts)._tell(lambda policy: policy.made(made, now)), key
+
+    def _forget(self, key: bytes) -> Store:
+        return replace(self, prompts=self.prompts.forget(key))._tell(lambda policy: policy.forgotten(key))
+
+    def _add(
+        self, key: bytes, tier: Tier, state: Payload, pages: Mapping[bytes, Payload], now: float
+    ) -> Store:
+        """Holds a checkpoint and the pages that the tier lacks; gives up what is worth least if that is too much."""
+        shelf, node, page = self.shelves[tier], self.prompts.places[key].node, self.prompts.page
+        rows = self.prompts.node(key).stop // page * page
+        if nbytes(state) + self.row_nbytes * rows > self.share * shelf.budget:
+            return self._count(skipped=1)
+        size, policy = nbytes(state) + sum(map(nbytes, pages.values())), shelf.policy.held(key, now)
+        excess = shelf.nbytes + size - shelf.budget
+        if excess > 0 and key not in self.pinned and next(policy.victims(excess, now), None) == key:
+            return self._count(skipped=1)
+        index = self.prompts.index(key).hold(node, tier)
+        shelf = shelf.add(key, state, pages, now, policy)
+        store = replace(self, prompts=self.prompts.set_index(key, index))._on(tier, shelf)._count(puts=1)
+        if shelf.excess:
+            store = store.evict(tier, shelf.excess, now)
+        if store.shelves[tier].excess:
+            store = store.drop(key, tier, now)
+        return store if key in store.shelves[tier].states else store._count(skipped=1)
+
+    def _release(self, key: bytes, tier: Tier, now: float) -> Store:
+        """Without a checkpoint in a tier and the pages that nothing else in it needs."""
+        index, freed = self.prompts.index(key).release(self.prompts.places[key].node, tier)
+        store = replace(self, prompts=self.prompts.set_index(key, index))
+        return store._on(tier, self.shelves[tier].discard(key, freed, now))
+
+    def _on(self, tier: Tier, shelf: Shelf) -> Store:
+        return replace(self, shelves=self.shelves.set(tier, shelf))
+
+    def _tell(self, event: Callable[[Policy], Policy]) -> Store:
+        """Every tier's policy hears of an event."""
+        shelves = {tier: replace(shelf, policy=event(shelf.policy)) for tier, shelf in self.shelves.items()}
+        return replace(self, shelves=Map(shelves))
+
+    def _shelf(self, tier: Tier) -> Shelf:
+        if tier not in self.shelves:
+            there = sorted(each.name.lower() for each in self.shelves)
+            raise ValueError(f"there is no tier {tier.name.lower()} here, there is {there}: give it a budget")
+        return self.shelves[tier]
+
+    def _count(self, *, puts: int = 0, skipped: int = 0, evicted: int = 0, lost: int = 0) -> Store:
+        return replace(self, counts=Counts(*map(sum, zip(self.counts, (puts, skipped, evicted, lost)))))
