@@ -99,6 +99,7 @@ def test_the_same_bytes_again_change_nothing_and_other_bytes_are_an_error() -> N
     others: list[dict[str, Any]] = [
         {**state, "a": state["a"] + 1},
         {**state, "a": state["a"].astype(np.float64)},
+        {**state, "a": state["a"].view(np.int32)},
         {**state, "a": state["a"].reshape(2, 2)},
         {"a": state["a"]},
         {**state, "c": state["a"]},
@@ -162,10 +163,12 @@ def test_what_a_policy_hears(heard: list[tuple]) -> None:
     root = site.put(tokens[:1024])
     tip = site.put(tokens[:4096])
     branch = site.put(tokens[:2048], kind=Kind.BRANCH)
+    behind = site.put(tokens[:3072], kind=Kind.MARK)
     assert [boundary for event, boundary, *_ in heard if event == "made"] == [
         Boundary(root, 1024, None, (), Kind.PROMPT_END, 0, STATE, ROW),
         Boundary(tip, 4096, root, (), Kind.PROMPT_END, 1, STATE, ROW),
         Boundary(branch, 2048, root, (tip,), Kind.BRANCH, 1, STATE, ROW),
+        Boundary(behind, 3072, branch, (tip,), Kind.MARK, 1, STATE, ROW),
     ]
     heard.clear()
     prompt = join(tokens[:3000], text(10, 1))
