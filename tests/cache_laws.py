@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import rolling_model
-from cache_storage import Faulty, Remote
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
-from oldest_first import OldestFirst
-from rolling_model import ROW_NBYTES, STATE_NBYTES
 
+import rolling_model
 from cache.holder import Holder
 from cache.keys import KeyChain
 from cache.payload import nbytes
@@ -20,6 +17,9 @@ from cache.retention.protocol import Policy
 from cache.store import Store
 from cache.tier import Tier
 from cache.tiers import Storage
+from cache_storage import Faulty, Remote
+from oldest_first import OldestFirst
+from rolling_model import ROW_NBYTES, STATE_NBYTES
 
 Prefix = tuple[int, ...]
 

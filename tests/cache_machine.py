@@ -6,13 +6,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-import rolling_model
-from cache_laws import Laws, Prefix, said
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from rolling_model import ROW_NBYTES, STATE_NBYTES
 
+import rolling_model
 from cache.errors import Broken, Conflict
 from cache.holder import Holder
 from cache.keys import KeyChain
@@ -22,6 +20,8 @@ from cache.retention.protocol import Creation, Kind
 from cache.tier import Tier
 from cache.tiers import demote, load, make_room, promote
 from cache.view import View
+from cache_laws import Laws, Prefix, said
+from rolling_model import ROW_NBYTES, STATE_NBYTES
 
 NAMESPACES = (b"a" * 32, b"b" * 32)
 prompts = st.tuples(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from oldest_first import OldestFirst
 
 from cache.namespace import Namespace
 from cache.payload import Sized
@@ -16,6 +15,7 @@ from cache.store import Store
 from cache.tier import Tier
 from cache.tokens import Media, Tokens
 from cache.view import View
+from oldest_first import OldestFirst
 
 NAMESPACE = Namespace(weights=b"weights", tokenizer=b"tokenizer").digest()
 STATE, ROW = 1000, 1

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cache_machine import history_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,12 +15,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from naive_index import NaiveIndex, Prefix, common
 
 from cache.index import Index
 from cache.tier import Tier
 from cache.tokens import Tokens
 from cache.view import view
+from cache_machine import history_settings
+from naive_index import NaiveIndex, Prefix, common
 
 prefixes = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
 tiers = st.sampled_from([Tier.DEVICE, Tier.HOST, Tier.REMOTE])

@@ -8,12 +8,12 @@ import random
 from itertools import islice
 
 import pytest
-from cache_machine import StoreMachine
 from hypothesis import HealthCheck, settings
 
 from cache.retention import Boundary, Kind, Learned
 from cache.retention.forest import Forest, Remembered, serving
 from cache.retention.learning import traits
+from cache_machine import StoreMachine
 
 STATE, ROW = 1000, 2
 Paths = dict[bytes, tuple[str, ...]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_site import NAMESPACE, ROW, STATE, Site, join, text
 
 from cache.namespace import Namespace
 from cache.payload import Sized
@@ -14,6 +13,7 @@ from cache.retention.protocol import Creation, Kind
 from cache.tier import Tier
 from cache.tokens import Media
 from cache.view import Rows, Seen, View
+from cache_site import NAMESPACE, ROW, STATE, Site, join, text
 
 REMOTE = Tier.REMOTE.bit
 

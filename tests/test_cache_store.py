@@ -9,19 +9,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rolling_model
-from cache_machine import StoreMachine, history_settings
-from cache_site import NAMESPACE, ROW, STATE, Site, join, text
 from hypothesis.stateful import run_state_machine_as_test
 from immutables import Map
-from oldest_first import OldestFirst
 
+import rolling_model
 from cache.errors import Conflict
 from cache.payload import Sized, nbytes, same
 from cache.retention.protocol import Boundary, Kind
 from cache.shelf import Shelf
 from cache.store import Store
 from cache.tier import Tier
+from cache_machine import StoreMachine, history_settings
+from cache_site import NAMESPACE, ROW, STATE, Site, join, text
+from oldest_first import OldestFirst
 
 PAGE = 64
 

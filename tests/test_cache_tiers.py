@@ -10,10 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rolling_model
-from cache_site import NAMESPACE, text
-from oldest_first import OldestFirst
 
+import rolling_model
 from cache.errors import Broken
 from cache.holder import Holder
 from cache.keys import KeyChain
@@ -23,6 +21,8 @@ from cache.retention.protocol import Kind
 from cache.store import Store
 from cache.tier import ALL_TIERS, Tier, fastest
 from cache.tiers import InMemory, Loaded, demote, load, make_room, promote
+from cache_site import NAMESPACE, text
+from oldest_first import OldestFirst
 
 PAGE, LENGTH = 16, 100
 TOKENS = text(LENGTH)
