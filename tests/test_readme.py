@@ -25,6 +25,14 @@ def test_the_example_runs(
     assert (tmp_path / "late.safetensors").exists()
 
 
+def test_the_caches_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "cache" / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    exec(compile(block[1], "cache/README.md", "exec"), {})
+    assert capsys.readouterr().out == "960\n"
+
+
 def test_the_tree_is_there() -> None:
     tree = README.split("## The tree")[1].split("```")[1]
     top = ""
