@@ -102,6 +102,8 @@ def test_a_step_is_one_kernel(platform: str, keys: int) -> None:
         platform, lambda *x: kda_step(*x[:6], slots=x[6], implementation=implementation), *rows, pool, slots
     )
     assert text.count(CALL[platform]) == 1
+    if platform == "cuda":  # between reading a state and writing it where it lay
+        assert "debug_barrier" in text
 
 
 @pytest.mark.parametrize("keys", [KEYS, 96])
