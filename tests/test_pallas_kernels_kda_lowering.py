@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_a_gradient_is_its_kernels(
     text = lowered(platform, gradient, *sequence(192, dtype, keys, values))
     assert text.count(CALL[platform]) == forward + len(kernels)
     assert all(kernel in text for kernel in kernels)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_no_maximum_on_a_gpu_drops_a_nan(dtype: jnp.dtype) -> None:
+    """There the greater of NaN and a number is the number: a log decay of NaN would read as the strongest decay."""
+
+    def gradient(*x: jax.Array) -> tuple[jax.Array, ...]:
+        results, pull = jax.vjp(functools.partial(kda_prefill, implementation="triton"), *x)
+        return *results, *pull(results)
+
+    assert "maxnumf" not in lowered("cuda", gradient, *sequence(192, dtype, KEYS, KEYS))
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])
