@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,17 @@ def test_a_gradient_is_its_kernels(
     assert all(kernel in text for kernel in kernels)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_no_maximum_on_a_gpu_drops_a_nan(dtype: jnp.dtype) -> None:
+    """There the greater of NaN and a number is the number: a log decay of NaN would read as the strongest decay."""
+
+    def gradient(*x: jax.Array) -> tuple[jax.Array, ...]:
+        results, pull = jax.vjp(functools.partial(kda_prefill, implementation="triton"), *x)
+        return *results, *pull(results)
+
+    assert "maxnumf" not in lowered("cuda", gradient, *sequence(192, dtype, KEYS, KEYS))
+
+
 @pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("repeats", [1, 2])
@@ -102,6 +114,8 @@ def test_a_step_is_one_kernel(platform: str, keys: int) -> None:
         platform, lambda *x: kda_step(*x[:6], slots=x[6], implementation=implementation), *rows, pool, slots
     )
     assert text.count(CALL[platform]) == 1
+    if platform == "cuda":  # between reading a state and writing it where it lay
+        assert "debug_barrier" in text
 
 
 @pytest.mark.parametrize("keys", [KEYS, 96])

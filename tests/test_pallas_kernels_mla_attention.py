@@ -278,6 +278,7 @@ def test_of_nothing_there_is_nothing(tokens: int, capacity: int, implementation:
 
 
 BIG = jax.ShapeDtypeStruct((2**23, 8, 32), jnp.float8_e4m3fn)  # 2^31 numbers
+NARROW = jax.ShapeDtypeStruct((2**23, 8, 31), jnp.float8_e4m3fn)  # as many when its rows are made whole
 
 
 @pytest.mark.parametrize(
@@ -287,10 +288,11 @@ BIG = jax.ShapeDtypeStruct((2**23, 8, 32), jnp.float8_e4m3fn)  # 2^31 numbers
         ("tpu-interpret", jnp.zeros((2, 9, 32), jnp.int8), {}, "latents in int8"),
         ("triton-interpret", jnp.zeros((2, 9, 2050)), {"rank": 2049}, "2048 channels at most, got rank=2049"),
         ("triton", BIG, {"page_table": np.zeros((2, 9), np.int32)}, "2147483648 one-byte numbers"),
+        ("triton", NARROW, {"page_table": np.zeros((2, 9), np.int32)}, "2147483648 one-byte numbers"),
         ("triton", jnp.zeros((2, 9, 32), jnp.float8_e4m3fn), {}, "8.9 or higher, this one has .8, 0."),
         ("tpu", jnp.zeros((4, 60, 32)), {"page_table": np.zeros((2, 2), np.int32)}, "64 rows, got 60"),
     ],
-    ids=["triton dtype", "tpu dtype", "rank", "large pool", "old GPU", "page"],
+    ids=["triton dtype", "tpu dtype", "rank", "large pool", "pool of narrow rows", "old GPU", "page"],
 )
 def test_a_backend_refuses(
     name: str, latents: jax.Array, options: dict, message: str, monkeypatch: pytest.MonkeyPatch

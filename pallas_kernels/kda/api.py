@@ -147,7 +147,7 @@ def kda_step(
         prefill of one token within rounding, not to the bit.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; known slots that are not in the pool or come twice.
     """
     q, k, v, g, beta, state = map(jnp.asarray, (q, k, v, g, beta, state))
     gate = _gate(g, gate)
@@ -159,7 +159,7 @@ def kda_step(
         raise ValueError(
             f"state must be [{'B' if slots is None else 'S'}, HV, K, V] = {shape}, got {state.shape}"
         )
-    places = None if slots is None else _counts("slots", slots, (batch,))
+    places = None if slots is None else _slots(slots, batch, state.shape[0])
     run = choose(
         "kda_step",
         implementation,
@@ -254,6 +254,16 @@ def _counts(name: str, values: Counts, shape: tuple[int, ...]) -> jax.Array:
     array = jnp.asarray(values, jnp.int32)
     if array.shape != shape:
         raise ValueError(f"{name} must be int32 of shape {shape}, got {array.shape}")
+    return array
+
+
+def _slots(slots: Counts, batch: int, size: int) -> jax.Array:
+    array = _counts("slots", slots, (batch,))
+    if not isinstance(array, Tracer):  # a kernel would write there
+        host = np.asarray(array)
+        used = host[host >= 0]
+        if (used >= size).any() or len(np.unique(used)) < len(used):
+            raise ValueError(f"slots must be below S={size} and none twice, got {host.tolist()}")
     return array
 
 

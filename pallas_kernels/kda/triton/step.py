@@ -42,7 +42,7 @@ def step(
     slice_size, tile = (min(size & -size, most) for size, most in ((keys, KEY_SLICE), (values, VALUE_TILE)))
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        functools.partial(_body, slice_size=slice_size, tile=tile),
+        functools.partial(_body, slice_size=slice_size, tile=tile, interpret=interpret),
         grid=(values // tile, batch, heads),
         in_specs=[whole] * 7,
         out_specs=[pl.BlockSpec((1, 1, tile), lambda j, b, h: (b, h, j)), whole],
@@ -59,8 +59,9 @@ def step(
 
 
 def _body(
-    slots_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, pool_ref, out_ref, new_ref, *, slice_size: int, tile: int
-):
+    slots_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, pool_ref, out_ref, new_ref, *, slice_size: int, tile: int,
+    interpret: bool,
+):  # fmt: skip
     j, b, h = (pl.program_id(axis) for axis in range(3))
     slot, columns, keys = slots_ref[b], pl.ds(j * tile, tile), q_ref.shape[2]
     beta, v = beta_ref[b, h].astype(jnp.float32), v_ref[b, h, columns].astype(jnp.float32)
@@ -74,6 +75,8 @@ def _body(
 
     def write(at, state, error, out) -> jax.Array:
         state = state + row(k_ref, at) * error[None, :]
+        if not interpret:  # of a small tile several threads read the same number, and one of them writes it
+            pltriton.debug_barrier()
         new_ref[slot, h, at, columns] = state
         return out + jnp.sum(row(q_ref, at) * state, axis=0)
 

@@ -112,5 +112,6 @@ def read(ref, token, live, rows: jax.Array, plan: Plan, columns: Columns) -> jax
 
 
 def in_log2(g: jax.Array) -> jax.Array:
-    """Natural log decays in base 2, bounded below."""
-    return jnp.maximum(g * LOG2_E, MIN_LOG2_DECAY)
+    """Natural log decays in base 2, bounded below; NaN stays, where a GPU's maximum would give the bound."""
+    g = g * LOG2_E
+    return jnp.where(g < MIN_LOG2_DECAY, MIN_LOG2_DECAY, g)

@@ -43,9 +43,10 @@ def refusal(q: jax.Array, latents: jax.Array, rank: int, *, interpret: bool) -> 
         return f"holds values of {MOST_CHANNELS} channels at most, got {rank=}"
     if latents.dtype.itemsize > 1 or interpret:
         return None
-    if 2**31 <= latents.size <= 2**32:
+    size = latents.shape[0] * latents.shape[1] * make_plan(q, latents, 1, rank).channels  # once made whole
+    if 2**31 <= size <= 2**32:
         return (
-            f"places in a pool of {latents.size} one-byte numbers are counted in 32 bits, which end at 2^31; "
+            f"places in a pool of {size} one-byte numbers are counted in 32 bits, which end at 2^31; "
             "use a smaller or larger pool"
         )
     capability = _capability()
