@@ -51,3 +51,18 @@ def as_cu_seqlens(name: str, values: Counts, num_tokens: int) -> jax.Array:
         if host[0] != 0 or (np.diff(host) < 0).any() or host[-1] > num_tokens:
             raise ValueError(f"{name} must rise from 0 to at most {num_tokens} tokens, got {host.tolist()}")
     return array
+
+
+def as_slots(name: str, values: Counts, rows: int, size: int) -> jax.Array:
+    """Returns places in a pool of `size`, int32 [rows], checked where they are known: a kernel would write there.
+
+    Raises:
+        ValueError: another shape, a known place behind the pool, or one named twice; negative ones name none.
+    """
+    array = as_counts(name, values, (rows,))
+    if not isinstance(array, Tracer):
+        host = np.asarray(array)
+        used = host[host >= 0]
+        if (used >= size).any() or len(np.unique(used)) < len(used):
+            raise ValueError(f"{name} must be below S={size} and none twice, got {host.tolist()}")
+    return array

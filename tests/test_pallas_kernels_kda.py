@@ -448,7 +448,7 @@ def test_gates():
         (dict(beta=np.zeros((1, 8), np.float32)), "beta must be"),
         (dict(state=np.zeros((1, 2, 5, 4), np.float32)), r"\(1, 2, 4, 4\), got \(1, 2, 5, 4\)"),
         (dict(cu_seqlens=[0, 5, 3]), "must rise from 0"),
-        (dict(cu_seqlens=[0, 9]), "at most T=8"),
+        (dict(cu_seqlens=[0, 9]), "at most 8 tokens, got"),
         (dict(boundaries=[9]), r"0\.\.8, got"),
         (dict(chunk_size=48), "16, 32 or 64"),
         (dict(gate_lower_bound=5.0), "must be negative"),

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from pallas_kernels.backends import Backend, choose
+from pallas_kernels.counts import Counts, as_counts, as_slots
 from pallas_kernels.kda import pallas, reference, tpu, triton, xla
-from pallas_kernels.kda.gate import Gate, check_gate
+from pallas_kernels.kda.arguments import check_sequence, make_pack, ready_gate
+from pallas_kernels.kda.gate import Gate
 from pallas_kernels.kda.prelude import Prelude, prepare
 from pallas_kernels.kda.reference import Pack
 
 Array = jax.Array | np.ndarray
-Counts = Array | Sequence[int] | Sequence[Sequence[int]]
 
 
 def kda_prefill(
@@ -81,9 +81,9 @@ def kda_prefill(
     """
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
     state = None if state is None else jnp.asarray(state)
-    gate = _gate(g, gate)
-    batch, tokens, value_heads, values = _check_sequence(q, k, v, g, beta, gated=gate is not None)
-    pack = _pack(batch, tokens, cu_seqlens, start, lengths)
+    gate = ready_gate(g, gate)
+    batch, tokens, value_heads, values = check_sequence(q, k, v, g, beta, gated=gate is not None)
+    pack = make_pack(batch, tokens, cu_seqlens, start, lengths)
     sequences = batch if cu_seqlens is None or pack is None else pack.first.shape[0]
     shape = (sequences, value_heads, q.shape[-1], values)
     if state is None:
@@ -98,7 +98,7 @@ def kda_prefill(
         raise ValueError(f"{chunk_size=} must be 16, 32 or 64, or None")
     if gate_lower_bound is not None and not gate_lower_bound < 0:
         raise ValueError(f"{gate_lower_bound=} must be negative; None promises nothing")
-    at = None if boundaries is None else _boundaries(boundaries, sequences, tokens)
+    at = None if boundaries is None else as_counts("boundaries", boundaries, (sequences, -1), limit=tokens)
 
     run = choose(
         "kda_prefill",
@@ -150,8 +150,8 @@ def kda_step(
         ValueError: shapes that do not fit; known slots that are not in the pool or come twice.
     """
     q, k, v, g, beta, state = map(jnp.asarray, (q, k, v, g, beta, state))
-    gate = _gate(g, gate)
-    batch, _, value_heads, values = _check_sequence(
+    gate = ready_gate(g, gate)
+    batch, _, value_heads, values = check_sequence(
         *(x[:, None] for x in (q, k, v, g, beta)), gated=gate is not None
     )
     shape = (batch if slots is None else state.shape[0], value_heads, q.shape[-1], values)
@@ -159,7 +159,7 @@ def kda_step(
         raise ValueError(
             f"state must be [{'B' if slots is None else 'S'}, HV, K, V] = {shape}, got {state.shape}"
         )
-    places = None if slots is None else _slots(slots, batch, state.shape[0])
+    places = None if slots is None else as_slots("slots", slots, batch, state.shape[0])
     run = choose(
         "kda_step",
         implementation,
@@ -217,93 +217,6 @@ def _step_at(
     place = jnp.where(slots < 0, state.shape[0], slots)
     out, new = update(q, k, v, g, beta, state.at[place].get(mode="fill", fill_value=0))
     return jnp.where((slots < 0)[:, None, None], 0, out), state.at[place].set(new, mode="drop")
-
-
-def _gate(g: jax.Array, gate: Gate | None) -> Gate | None:
-    """The gate's arrays as JAX's, or says what is wrong with them."""
-    if gate is None:
-        return None
-    bias = None if gate.dt_bias is None else jnp.asarray(gate.dt_bias)
-    gate = Gate(jnp.asarray(gate.A_log), bias, gate.lower_bound)
-    check_gate(g, gate)
-    return gate
-
-
-def _check_sequence(q, k, v, g, beta, *, gated: bool) -> tuple[int, int, int, int]:
-    """Returns B, T, HV and V, or says which shape is wrong."""
-    if q.ndim != 4 or q.shape != k.shape:
-        raise ValueError(f"q and k must be [B, T, H, K] and alike, got {q.shape} and {k.shape}")
-    if v.ndim != 4 or v.shape[:2] != q.shape[:2]:
-        raise ValueError(f"v must be [B, T, HV, V] with B, T = {q.shape[:2]}, got {v.shape}")
-    batch, tokens, heads, channels = q.shape
-    value_heads = v.shape[2]
-    if heads == 0 or value_heads % heads:
-        raise ValueError(f"value heads must be a multiple of query heads, got HV={value_heads}, H={heads}")
-    if g.shape != (batch, tokens, value_heads, channels):
-        raise ValueError(f"g must be [B, T, HV, K] = {(batch, tokens, value_heads, channels)}, got {g.shape}")
-    if beta.shape != (batch, tokens, value_heads):
-        raise ValueError(f"beta must be [B, T, HV] = {(batch, tokens, value_heads)}, got {beta.shape}")
-    if not gated and g.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(
-            f"g is a log decay in float32, got {g.dtype}; compute the gate in float32 (kda_gate does)"
-        )
-    return batch, tokens, value_heads, v.shape[3]
-
-
-def _counts(name: str, values: Counts, shape: tuple[int, ...]) -> jax.Array:
-    array = jnp.asarray(values, jnp.int32)
-    if array.shape != shape:
-        raise ValueError(f"{name} must be int32 of shape {shape}, got {array.shape}")
-    return array
-
-
-def _slots(slots: Counts, batch: int, size: int) -> jax.Array:
-    array = _counts("slots", slots, (batch,))
-    if not isinstance(array, Tracer):  # a kernel would write there
-        host = np.asarray(array)
-        used = host[host >= 0]
-        if (used >= size).any() or len(np.unique(used)) < len(used):
-            raise ValueError(f"slots must be below S={size} and none twice, got {host.tolist()}")
-    return array
-
-
-def _pack(batch, tokens, cu_seqlens, start, lengths) -> Pack | None:
-    """Lays sequences on the flat token axis [B * T]; None when rows are whole and start on the chunk grid."""
-    if cu_seqlens is not None:
-        if batch != 1 or lengths is not None:
-            raise ValueError(
-                f"cu_seqlens packs sequences in a batch of one without lengths, got B={batch}, {lengths=}"
-            )
-        cu = jnp.asarray(cu_seqlens, jnp.int32)
-        if cu.ndim != 1 or cu.shape[0] < 2:
-            raise ValueError(f"cu_seqlens must be [N + 1] with N >= 1, got shape {cu.shape}")
-        if not isinstance(cu, Tracer):
-            host = np.asarray(cu)
-            if host[0] != 0 or (np.diff(host) < 0).any() or host[-1] > tokens:
-                raise ValueError(f"cu_seqlens must rise from 0 to at most T={tokens}, got {host.tolist()}")
-        first, count = cu[:-1], cu[1:] - cu[:-1]
-    elif start is None and lengths is None:
-        return None
-    else:
-        first = jnp.arange(batch, dtype=jnp.int32) * tokens
-        count = jnp.full((batch,), tokens, jnp.int32)
-        if lengths is not None:
-            count = jnp.clip(_counts("lengths", lengths, (batch,)), 0, tokens)
-    begun = jnp.zeros_like(first) if start is None else _counts("start", start, first.shape)
-    return Pack(first, count, begun)
-
-
-def _boundaries(boundaries: Counts, sequences: int, tokens: int) -> jax.Array:
-    array = jnp.asarray(boundaries, jnp.int32)
-    if array.ndim == 1:
-        array = jnp.broadcast_to(array, (sequences, array.shape[0]))
-    if array.ndim != 2 or array.shape[0] != sequences:
-        raise ValueError(f"boundaries must be [NB] or [{sequences}, NB], got {array.shape}")
-    if not isinstance(array, Tracer):
-        host = np.asarray(array)
-        if host.size and (host.min() < 0 or host.max() > tokens):
-            raise ValueError(f"boundaries are token counts of this call, 0..{tokens}, got {host.tolist()}")
-    return array
 
 
 def _scale(q: jax.Array, scale: float | None) -> float:

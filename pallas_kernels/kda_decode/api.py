@@ -8,10 +8,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from pallas_kernels.backends import Backend, choose
-from pallas_kernels.counts import Counts, as_counts
+from pallas_kernels.counts import Counts, as_counts, as_slots
 from pallas_kernels.kda_decode import reference, triton, xla
 from pallas_kernels.kda_decode.inputs import Form, KDAParameters, Tokens
 from pallas_kernels.kda_decode.slots import decode, draft, put
@@ -233,10 +232,4 @@ def _slots(op: str, slots: Counts | None, rows: int, size: int) -> jax.Array | N
                 f"{op}states are those of B={rows} rows without slots, got {size}; name the rows' slots"
             )
         return None
-    array = as_counts(f"{op}slots", slots, (rows,))
-    if not isinstance(array, Tracer):
-        host = np.asarray(array)
-        used = host[host >= 0]
-        if (used >= size).any() or len(np.unique(used)) < len(used):
-            raise ValueError(f"{op}slots must be below S={size} and none twice, got {host.tolist()}")
-    return array
+    return as_slots(f"{op}slots", slots, rows, size)
