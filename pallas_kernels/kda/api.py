@@ -41,9 +41,9 @@ def kda_prefill(
 ) -> tuple[jax.Array, jax.Array, *tuple[jax.Array, ...]]:
     """Kimi Delta Attention over a sequence: S <- Diag(exp g) S; S <- S + beta k (v - S^T k)^T; o = S^T (scale q).
 
-    All arithmetic on the state is float32. The result for a token never depends on later tokens (if they are
-    finite: a NaN can reach the tokens before it in its chunk), nor on other rows of the batch, to the bit. Chunks are counted from token 0 of each sequence, so calls cut on multiples of
-    `chunk_size` give the bits of one call.
+    All arithmetic on the state is float32. The result for a token never depends on later tokens (if they are finite: a
+    NaN can reach the tokens before it in its chunk), nor on other rows of the batch, to the bit. Chunks are counted
+    from token 0 of each sequence, so calls cut on multiples of `chunk_size` give the bits of one call.
 
     Args:
         q, k: [B, T, H, K], float32 or bfloat16, used as given unless `qk_l2norm`.

@@ -46,15 +46,7 @@ def fused(
     whole = pack is None
     if pack is None:
         pack = whole_rows(batch, tokens)
-    half = x.v.dtype == jnp.bfloat16
-    plan = Plan(
-        num_tokens=total,
-        heads=heads,
-        keys=round_up(keys, 2 * BLOCK),
-        values=round_up(values, 2 * BLOCK),
-        chunk=chunk or CHUNK,
-        work=x.v.dtype if half else jnp.dtype(jnp.float32),
-        interpret=interpret,
+    plan = make_plan(x, chunk, interpret)._replace(
         repeats=heads // x.q.shape[2],
         qk_l2norm=prelude.qk_l2norm,
         gated=gate is not None,
@@ -83,7 +75,21 @@ def fused(
     return out, finals[inside], None if boundaries is None else at[inside]
 
 
-def round_up(size: int, step: int) -> int:
+def make_plan(x: Sequence, chunk: int | None, interpret: bool) -> Plan:
+    """The sizes of a call, with what is ready; channels are rounded up to what a kernel takes."""
+    batch, tokens, heads, keys = x.g.shape
+    return Plan(
+        num_tokens=batch * tokens,
+        heads=heads,
+        keys=_round_up(keys, 2 * BLOCK),
+        values=_round_up(x.v.shape[3], 2 * BLOCK),
+        chunk=chunk or CHUNK,
+        work=x.v.dtype if x.v.dtype == jnp.bfloat16 else jnp.dtype(jnp.float32),
+        interpret=interpret,
+    )
+
+
+def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 

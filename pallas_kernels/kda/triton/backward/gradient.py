@@ -13,8 +13,7 @@ from pallas_kernels.kda.triton.backward.pull_back import pull_back
 from pallas_kernels.kda.triton.backward.retreat import retreat
 from pallas_kernels.kda.triton.backward.states import trace_states
 from pallas_kernels.kda.triton.intra import intra
-from pallas_kernels.kda.triton.prefill import CHUNK, flat, owned, round_up
-from pallas_kernels.kda.triton.tile import BLOCK, Plan
+from pallas_kernels.kda.triton.prefill import flat, make_plan, owned
 
 
 def backward(
@@ -33,17 +32,7 @@ def backward(
     whole = pack is None
     if pack is None:
         pack = whole_rows(batch, tokens)
-    half = x.v.dtype == jnp.bfloat16
-    plan = Plan(
-        num_tokens=total,
-        heads=heads,
-        keys=round_up(keys, 2 * BLOCK),
-        values=round_up(values, 2 * BLOCK),
-        chunk=chunk or CHUNK,
-        work=x.v.dtype if half else jnp.dtype(jnp.float32),
-        ends=jnp.dtype(jnp.float32),
-        interpret=interpret,
-    )
+    plan = make_plan(x, chunk, interpret)._replace(ends=jnp.dtype(jnp.float32))
     table = make_table(pack, total, plan.chunk)
     q, k, g = (flat(y, plan.keys) for y in (x.q, x.k, x.g))
     v, d_out = (flat(y, plan.values) for y in (x.v, d_out))
