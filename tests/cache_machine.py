@@ -196,8 +196,8 @@ class StoreMachine(Laws):
         for name, payload in [(f"state/{key.hex()}", shelf.states[key]), *pages]:
             self.remote.write(name, payload)
         names = [name for name, _ in pages] if gone % 2 else sorted(self.remote.objects)
-        for name in names[gone : gone + 1]:
-            del self.remote.objects[name]
+        if gone and names:
+            del self.remote.objects[names[gone % len(names)]]
 
     @rule(prompt=prompts, at=number, most=st.integers(0, 12))
     def bookkeeping(self, prompt: tuple[bytes, Prefix], at: int, most: int) -> None:

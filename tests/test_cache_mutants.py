@@ -90,7 +90,7 @@ def notices(modules: list[ModuleType], steps: int) -> bool:
     "broken", MUTANTS.values(), indirect=True, ids=[name.replace(" ", "-") for name in MUTANTS]
 )
 def test_a_broken_cache_is_found(broken: list[ModuleType]) -> None:
-    assert notices(broken, 5000)
+    assert notices(broken, 20_000)
 
 
 @pytest.mark.parametrize("broken", [NOTHING], indirect=True, ids=["nothing"])
