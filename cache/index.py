@@ -7,7 +7,7 @@ however many prompts there are, and every version stays as it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ class Index:
             if child is None:
                 break
             node = nodes[child]
-            at += common(node.edge, tokens[at : at + len(node.edge)])
+            at += common(node.edge, tokens[at : node.stop])
             ids.append(child)
             path.append(node)
         return Match(at, tuple(ids), tuple(path))
@@ -214,7 +214,8 @@ class Index:
 
     def touch(self, boundary: int, now: float) -> Index:
         """A boundary was used."""
-        return replace(self, nodes=self.nodes.set(boundary, self.nodes[boundary]._replace(last_use=now)))
+        nodes = self.nodes.set(boundary, self.nodes[boundary]._replace(last_use=now))
+        return Index(self.page, nodes, self.next_id)
 
     def tokens(self, boundary: int) -> Tokens:
         """All tokens before a boundary."""

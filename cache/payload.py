@@ -29,10 +29,17 @@ class Sized(NamedTuple):
 
 
 def nbytes(payload: Payload) -> int:
-    """Bytes of a payload."""
-    if isinstance(payload, Mapping):
-        return sum(int(array.nbytes) for array in payload.values())
-    return int(payload.nbytes)
+    """Bytes of a payload.
+
+    Raises:
+        TypeError: for what is none.
+    """
+    size = getattr(payload, "nbytes", None)
+    if size is not None:
+        return int(size)
+    if not isinstance(payload, Mapping):
+        raise TypeError(f"a payload is named arrays or has nbytes, got {type(payload).__name__}")
+    return sum(int(array.nbytes) for array in payload.values())
 
 
 def same(a: Payload, b: Payload) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -66,8 +66,8 @@ class Prompts:
     ) -> tuple[Prompts, bytes]:
         """With the boundary behind `tokens`, and its key."""
         tokens = as_tokens(tokens)
-        prompts = replace(self, media=self.media.know(check_media(media, len(tokens))))
-        index, folded, match = prompts.find(namespace, tokens, media)
+        known = self._with(media=self.media.know(check_media(media, len(tokens)))) if media else self
+        index, folded, match = known.find(namespace, tokens, media)
         chain = _chain(namespace, tokens, media, match, self.page)
         if chain.key in self.places:
             return self, chain.key
@@ -76,12 +76,12 @@ class Prompts:
         above = self.places[parent] if parent is not None else None
         turn = above.turn + (above.kind is Kind.PROMPT_END) if above else 0
         places = self.places.set(chain.key, Place(namespace, node, kind, turn))
-        return replace(prompts, indexes=self.indexes.set(namespace, index), places=places), chain.key
+        return known._with(indexes=self.indexes.set(namespace, index), places=places), chain.key
 
     def forget(self, key: bytes) -> Prompts:
         """Without a boundary that no tier holds and that is not pinned."""
         prompts = self.set_index(key, self.index(key).remove(self.places[key].node))
-        return replace(prompts, places=self.places.delete(key))
+        return prompts._with(places=self.places.delete(key))
 
     def index(self, key: bytes) -> Index:
         """The index that a boundary lies in."""
@@ -89,7 +89,7 @@ class Prompts:
 
     def set_index(self, key: bytes, index: Index) -> Prompts:
         """With another version of that index."""
-        return replace(self, indexes=self.indexes.set(self.places[key].namespace, index))
+        return self._with(indexes=self.indexes.set(self.places[key].namespace, index))
 
     def node(self, key: bytes) -> Node:
         """The node that ends at a boundary."""
@@ -101,14 +101,28 @@ class Prompts:
         lacking = [node.names for node in takewhile(lambda node: not node.rows & tier.bit, path)]
         return tuple(name for names in reversed(lacking) for name in names)
 
+    def _with(
+        self,
+        *,
+        indexes: Map[bytes, Index] | None = None,
+        places: Map[bytes, Place] | None = None,
+        media: MediaIds | None = None,
+    ) -> Prompts:
+        return Prompts(
+            page=self.page,
+            indexes=self.indexes if indexes is None else indexes,
+            places=self.places if places is None else places,
+            media=self.media if media is None else media,
+        )
+
 
 def _chain(namespace: bytes, tokens: Tokens, media: Sequence[Media], match: Match, page: int) -> KeyChain:
     """The key of `tokens`, hashed from the last whole page that the index knows."""
-    start = match.length // page * page
-    chain = KeyChain.start(namespace, page)
     for node in reversed(match.nodes):
-        names = node.names[: whole_pages(node.start, match.length, page)]
-        if names:
-            chain = KeyChain.resume(names[-1], start, page)
+        count = min(whole_pages(node.start, match.length, page), len(node.names))
+        if count:
+            chain = KeyChain.resume(node.names[count - 1], match.length // page * page, page)
             break
+    else:
+        chain = KeyChain.start(namespace, page)
     return chain.extend(tokens[chain.length :], [item for item in media if item.position >= chain.length])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from immutables import Map
 
@@ -45,6 +45,10 @@ class Shelf:
         """Bytes beyond the budget."""
         return max(0, self.nbytes - self.budget)
 
+    def with_policy(self, policy: Policy) -> Shelf:
+        """With another policy value."""
+        return self if policy is self.policy else self._with(policy, self.states, self.pages, self.nbytes)
+
     def add(
         self,
         key: bytes,
@@ -55,28 +59,27 @@ class Shelf:
     ) -> Shelf:
         """With a checkpoint and the pages that it did not have; `policy` is its own that knows of this, if one does."""
         size = nbytes(state) + sum(map(nbytes, pages.values()))
-        return replace(
-            self,
-            policy=self.policy.held(key, now) if policy is None else policy,
-            states=self.states.set(key, state),
-            pages=self.pages.update(pages) if pages else self.pages,
-            nbytes=self.nbytes + size,
+        return self._with(
+            self.policy.held(key, now) if policy is None else policy,
+            self.states.set(key, state),
+            self.pages.update(pages) if pages else self.pages,
+            self.nbytes + size,
         )
 
-    def discard(self, key: bytes, pages: Iterable[bytes], now: float) -> Shelf:
+    def discard(self, key: bytes, pages: Collection[bytes], now: float) -> Shelf:
         """Without a checkpoint and without these pages."""
-        size = nbytes(self.states[key])
-        shelf = replace(
-            self,
-            policy=self.policy.dropped(key, now),
-            states=self.states.delete(key),
-            nbytes=self.nbytes - size,
-        )
-        return shelf.discard_pages(pages)
+        states, size = self.states.delete(key), nbytes(self.states[key])
+        shelf = self._with(self.policy.dropped(key, now), states, self.pages, self.nbytes - size)
+        return shelf.discard_pages(pages) if pages else shelf
 
     def discard_pages(self, pages: Iterable[bytes]) -> Shelf:
         """Without these pages."""
         left, size = self.pages.mutate(), 0
         for name in pages:
             size += nbytes(left.pop(name))
-        return replace(self, pages=left.finish(), nbytes=self.nbytes - size)
+        return self._with(self.policy, self.states, left.finish(), self.nbytes - size)
+
+    def _with(
+        self, policy: Policy, states: Map[bytes, Payload], pages: Map[bytes, Payload], nbytes: int
+    ) -> Shelf:
+        return Shelf(budget=self.budget, policy=policy, states=states, pages=pages, nbytes=nbytes)

@@ -7,12 +7,13 @@ halfway has changed nothing. No I/O and no clock: times are handed in, and `cach
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from immutables import Map
 from numpy.typing import ArrayLike
 
 from cache.errors import Conflict
+from cache.index import Index
 from cache.payload import Payload, nbytes, same
 from cache.plan import Limits, ResumePlan, resume
 from cache.prompts import Prompts
@@ -101,12 +102,10 @@ class Store:
         keys = (item.key for item in seen.boundaries if item.key is not None)
         path = tuple(key for key in keys if key in self.prompts.places)
         hit = hit if hit in path else None
-        store = self._tell(lambda policy: policy.used(path, hit, now))
-        key = hit or (path[-1] if path else None)
-        if key is None:
-            return store
-        index = self.prompts.index(key).touch(self.prompts.places[key].node, now)
-        return replace(store, prompts=self.prompts.set_index(key, index))
+        key, prompts = hit or (path[-1] if path else None), self.prompts
+        if key is not None:
+            prompts = prompts.set_index(key, prompts.index(key).touch(prompts.places[key].node, now))
+        return self._tell(prompts, lambda policy: policy.used(path, hit, now))
 
     def put(
         self,
@@ -207,21 +206,21 @@ class Store:
         shelf = self.shelves[tier]
         for lost in keys:
             shelf = shelf.discard(lost, (), now)
-        store = replace(self, prompts=self.prompts.set_index(key, index))
-        return store._on(tier, shelf.discard_pages(pages))._count(lost=len(keys))
+        store = self._changed(key, index, tier, shelf.discard_pages(pages))
+        return store._count(lost=len(keys))
 
     def evict(self, tier: Tier, num_bytes: int, now: float) -> Store:
         """A tier gives up what is worth least until `num_bytes` more are free or all that is left is pinned."""
         shelf = self._shelf(tier)
-        store, goal = self, max(0, shelf.nbytes - num_bytes)
+        store, count, goal = self, 0, max(0, shelf.nbytes - num_bytes)
         if shelf.nbytes <= goal:
             return self
         for key in shelf.policy.victims(num_bytes, now):
             after = store.drop(key, tier, now)
-            store = after if after is store else after._count(evicted=1)
+            store, count = after, count + (after is not store)
             if store.shelves[tier].nbytes <= goal:
                 break
-        return store
+        return store._count(evicted=count) if count else store
 
     def pin(self, key: bytes) -> Store:
         """A boundary, and the pages before it, stay in the tiers where they are. Pins are counted.
@@ -231,7 +230,7 @@ class Store:
         """
         index = self.prompts.index(key).pin(self.prompts.places[key].node)
         pinned = self.pinned.set(key, self.pinned.get(key, 0) + 1)
-        return replace(self, prompts=self.prompts.set_index(key, index), pinned=pinned)
+        return self._with(prompts=self.prompts.set_index(key, index), pinned=pinned)
 
     def unpin(self, key: bytes) -> Store:
         """Gives one pin back, and with the last one the pages that only it had kept.
@@ -244,9 +243,9 @@ class Store:
         index, freed = self.prompts.index(key).unpin(self.prompts.places[key].node)
         left = self.pinned[key] - 1
         pinned = self.pinned.set(key, left) if left else self.pinned.delete(key)
-        store = replace(self, prompts=self.prompts.set_index(key, index), pinned=pinned)
+        store = self._with(prompts=self.prompts.set_index(key, index), pinned=pinned)
         for tier, names in freed:
-            store = store._on(tier, store.shelves[tier].discard_pages(names))
+            store = store._changed(key, index, tier, store.shelves[tier].discard_pages(names))
         return store
 
     def forget(self, most: int) -> Store:
@@ -277,10 +276,10 @@ class Store:
         around = index.parent(place.node), index.children(place.node)
         length = index.nodes[place.node].stop
         made = Boundary(key, length, *around, kind, place.turn, self.state_nbytes, self.row_nbytes)
-        return replace(self, prompts=prompts)._tell(lambda policy: policy.made(made, now)), key
+        return self._tell(prompts, lambda policy: policy.made(made, now)), key
 
     def _forget(self, key: bytes) -> Store:
-        return replace(self, prompts=self.prompts.forget(key))._tell(lambda policy: policy.forgotten(key))
+        return self._tell(self.prompts.forget(key), lambda policy: policy.forgotten(key))
 
     def _add(
         self, key: bytes, tier: Tier, state: Payload, pages: Mapping[bytes, Payload], now: float
@@ -296,7 +295,7 @@ class Store:
             return self._count(skipped=1)
         index = self.prompts.index(key).hold(node, tier)
         shelf = shelf.add(key, state, pages, now, policy)
-        store = replace(self, prompts=self.prompts.set_index(key, index))._on(tier, shelf)._count(puts=1)
+        store = self._changed(key, index, tier, shelf)._count(puts=1)
         if shelf.excess:
             store = store.evict(tier, shelf.excess, now)
         if store.shelves[tier].excess:
@@ -306,16 +305,16 @@ class Store:
     def _release(self, key: bytes, tier: Tier, now: float) -> Store:
         """Without a checkpoint in a tier and the pages that nothing else in it needs."""
         index, freed = self.prompts.index(key).release(self.prompts.places[key].node, tier)
-        store = replace(self, prompts=self.prompts.set_index(key, index))
-        return store._on(tier, self.shelves[tier].discard(key, freed, now))
+        return self._changed(key, index, tier, self.shelves[tier].discard(key, freed, now))
 
-    def _on(self, tier: Tier, shelf: Shelf) -> Store:
-        return replace(self, shelves=self.shelves.set(tier, shelf))
+    def _changed(self, key: bytes, index: Index, tier: Tier, shelf: Shelf) -> Store:
+        """With other versions of the index that a boundary lies in and of what a tier holds."""
+        return self._with(prompts=self.prompts.set_index(key, index), shelves=self.shelves.set(tier, shelf))
 
-    def _tell(self, event: Callable[[Policy], Policy]) -> Store:
-        """Every tier's policy hears of an event."""
-        shelves = {tier: replace(shelf, policy=event(shelf.policy)) for tier, shelf in self.shelves.items()}
-        return replace(self, shelves=Map(shelves))
+    def _tell(self, prompts: Prompts, event: Callable[[Policy], Policy]) -> Store:
+        """With other prompts, through an event of which every tier's policy hears."""
+        shelves = {tier: shelf.with_policy(event(shelf.policy)) for tier, shelf in self.shelves.items()}
+        return self._with(prompts=prompts, shelves=Map(shelves))
 
     def _shelf(self, tier: Tier) -> Shelf:
         if tier not in self.shelves:
@@ -324,4 +323,25 @@ class Store:
         return self.shelves[tier]
 
     def _count(self, *, puts: int = 0, skipped: int = 0, evicted: int = 0, lost: int = 0) -> Store:
-        return replace(self, counts=Counts(*map(sum, zip(self.counts, (puts, skipped, evicted, lost)))))
+        was = self.counts
+        counts = Counts(was.puts + puts, was.skipped + skipped, was.evicted + evicted, was.lost + lost)
+        return self._with(counts=counts)
+
+    def _with(
+        self,
+        *,
+        prompts: Prompts | None = None,
+        shelves: Map[Tier, Shelf] | None = None,
+        pinned: Map[bytes, int] | None = None,
+        counts: Counts | None = None,
+    ) -> Store:
+        """As `dataclasses.replace`, and quicker: a request changes a store about ten times."""
+        return Store(
+            state_nbytes=self.state_nbytes,
+            row_nbytes=self.row_nbytes,
+            share=self.share,
+            prompts=self.prompts if prompts is None else prompts,
+            shelves=self.shelves if shelves is None else shelves,
+            pinned=self.pinned if pinned is None else pinned,
+            counts=self.counts if counts is None else counts,
+        )

@@ -49,10 +49,12 @@ def check_media(media: Iterable[Media], num_tokens: int) -> tuple[Media, ...]:
         ValueError: for two at one position, and for one outside the prompt.
     """
     ordered = tuple(sorted(media))
+    if not ordered:
+        return ()
     positions = [item.position for item in ordered]
     if len(set(positions)) < len(positions):
         raise ValueError(f"two media begin at one position: {positions}")
-    if positions and (positions[0] < 0 or positions[-1] >= num_tokens):
+    if positions[0] < 0 or positions[-1] >= num_tokens:
         raise ValueError(f"media begin at {positions}, outside the {num_tokens} tokens of the prompt")
     return ordered
 

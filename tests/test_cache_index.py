@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from cache.index import Index
+from cache.node import SHORT
 from cache.tier import Tier
 from cache.tokens import Tokens
 from cache.view import view
@@ -183,6 +184,17 @@ def test_edges_cannot_be_written_and_do_not_follow_the_caller_s_array() -> None:
     assert index.tokens(at).tolist() == [1, 2, 3, 4]
     index, _ = index.insert(array((1, 2, 3, 5)), b"l", [b"2", b"5"], 0.0)
     assert not any(edge.flags.writeable for edge in edges(index) if len(edge))
+
+
+@pytest.mark.parametrize("length", [1, SHORT, SHORT + 1])
+def test_short_and_long_edges_match_to_the_token(length: int) -> None:
+    tokens = np.arange(length + 1, dtype=np.int32)
+    index, _ = Index.empty(2 * SHORT).insert(tokens[:length], b"k", [], 0.0)
+    for part in (tokens, tokens[:length], np.repeat(tokens, 2)[::2]):
+        assert index.match(part).length == length
+    assert index.match(tokens[: length - 1]).length == length - 1
+    tokens[length - 1] += 1
+    assert index.match(tokens).length == length - 1
 
 
 @pytest.mark.parametrize(

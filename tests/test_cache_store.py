@@ -119,6 +119,8 @@ def test_payloads_compare_by_their_bytes() -> None:
     assert same({"x": jnp.asarray(x)}, {"x": x})
     assert same(Sized(3), Sized(3)) and not same(Sized(3), Sized(4)) and not same(Sized(12), {"x": x})
     assert nbytes({"x": x, "y": jnp.zeros(3)}) == 24
+    with pytest.raises(TypeError, match="named arrays or has nbytes, got int"):
+        nbytes(24)  # pyright: ignore[reportArgumentType]
 
 
 # what is kept

@@ -107,7 +107,7 @@ class Forest:
         self._journal = journal
         self.root = Remembered(_ROOT, None, 0.0)
         self.members: dict[bytes, Remembered] = {}
-        self.changed: list[Remembered] = []
+        self.changed: dict[Remembered, None] = {}
         self.pending: dict[Remembered, float] = {}
 
     def add(self, boundary: Boundary, now: float) -> Remembered:
@@ -154,7 +154,7 @@ class Forest:
         for server, change in self.pending.items():
             if change and server is not self.root:
                 self._journal.set(server, "earned", server.earned + change)
-                self.changed.append(server)
+                self.changed[server] = None
         self.pending.clear()
 
     def hold(self, new: Remembered) -> None:
@@ -187,7 +187,7 @@ class Forest:
         """What is held at a place or, if there is one only, behind it, may change its worth."""
         while not member.held and len(member.behind) == 1:
             (member,) = member.behind.values()
-        self.changed.append(member)
+        self.changed[member] = None
 
     def _hand_over(self, start: Remembered, old: Remembered, new: Remembered) -> None:
         """All that `old` serves at and behind `start` is served by `new`."""
@@ -198,11 +198,11 @@ class Forest:
             moved += member.stage[1]
             for child in member.children.values():
                 if child.held:
-                    self.changed.append(child)
+                    self.changed[child] = None
                 else:
                     left.append(child)
         for server, change in ((old, -moved), (new, moved)):
-            self.changed.append(server)
+            self.changed[server] = None
             if server is not self.root:
                 journal.set(server, "earned", server.earned + change)
 

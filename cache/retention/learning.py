@@ -70,7 +70,7 @@ class Learning:
         who goes back or forth over this change finds it touched."""
         act(self)
         self.forest.pay()
-        for member in dict.fromkeys(self.forest.changed):
+        for member in self.forest.changed:
             self.journal.set(member, "earned", member.earned)
 
     def lay_out(self, version: Version) -> None:
@@ -80,13 +80,13 @@ class Learning:
         for target in self.journal.lay_out(version):
             if isinstance(target, Remembered):
                 target.hint = math.inf  # its note may be gone, if it was not remembered meanwhile
-                self.forest.changed.append(target)
+                self.forest.changed[target] = None
                 heapq.heappush(self.by_due, (due(target), target.key))
         self.guess()
 
     def guess(self) -> None:
         """Notes the worth of whatever may be worth less than was noted."""
-        for member in dict.fromkeys(self.forest.changed):
+        for member in self.forest.changed:
             if member.held and member.key:
                 worth = member.worth
                 if worth < member.hint:
@@ -160,6 +160,7 @@ class Learning:
         self.journal.set(member, "row", self.rates.row(traits(member)))
         self.rates.enter(member.row, 0, self.clock)
         self.come(member, 0)
+        heapq.heappush(self.by_due, (due(member), member.key))
 
     def leave_behind(self, end: Remembered) -> None:
         """A conversation went on from its last end."""
@@ -173,7 +174,6 @@ class Learning:
     def come(self, member: Remembered, age_bin: int) -> None:
         """A boundary is in a bin from now on, with the rate of its class there."""
         self.forest.settle(member, (age_bin, self.rates.rate(member.row, age_bin)))
-        heapq.heappush(self.by_due, (due(member), member.key))
 
     def advance(self, now: float) -> None:
         """Lets all boundaries age until now."""
@@ -182,12 +182,15 @@ class Learning:
         self.journal.set(self, "clock", now)
         members = self.forest.members
         while self.by_due and self.by_due[0][0] <= now:
-            at, key = heapq.heappop(self.by_due)
+            at, key = self.by_due[0]
             member = members.get(key)
-            if member is not None and due(member) == at:
-                age_bin = member.stage[0] + 1
-                self.rates.age(member.row, age_bin, at)
-                self.come(member, age_bin)
+            if member is None or due(member) != at:
+                heapq.heappop(self.by_due)
+                continue
+            age_bin = member.stage[0] + 1
+            self.rates.age(member.row, age_bin, at)
+            self.come(member, age_bin)
+            heapq.heapreplace(self.by_due, (due(member), key))
 
     def part(self, ahead: int) -> None:
         """A prompt parted from another one `ahead` tokens before that one's end."""

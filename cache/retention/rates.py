@@ -182,13 +182,8 @@ class ReuseRates:
         uses, seconds = counts.reshape(2, -1)
         at, pairs = _arrays(self.uses)
         uses[at], seconds[at] = pairs
-        for moments, sign, shift in (
-            (self.came, 1, 0),
-            (self.aged, 1, 0),
-            (self.aged, -1, -1),
-            (self.left, -1, 0),
-        ):
-            at, (total, number) = _arrays(moments)
+        came, aged, left = _arrays(self.came), _arrays(self.aged), _arrays(self.left)
+        for (at, (total, number)), sign, shift in ((came, 1, 0), (aged, 1, 0), (aged, -1, -1), (left, -1, 0)):
             seconds[at + shift] += sign * (number * now - total)
         return np.maximum(counts, 0.0)
 

@@ -85,8 +85,8 @@ class Recency(NamedTuple):
         old, order = self.numbers.get(key), self.order.set(number, key)
         order = order if old is None else order.delete(old)
         next_number = self.next_number if next_number is None else next_number
-        after = self._replace(order=order, numbers=self.numbers.set(key, number), next_number=next_number)
-        return after._replace(first=after._first(order, min(self.first, number)))
+        first, numbers = self._first(order, min(self.first, number)), self.numbers.set(key, number)
+        return self._replace(order=order, numbers=numbers, first=first, next_number=next_number)
 
     def _first(self, order: Map[int, bytes], at: int) -> int:
         """The first number in use from `at` on."""
