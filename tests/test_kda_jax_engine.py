@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from same_state import assert_same_state
 
+from cache import Sized
 from kda_jax.config import ModelConfig
 from kda_jax.engine import cut, join
 from kda_jax.state import MLAState, ModelState, empty
@@ -117,6 +118,7 @@ def without(name: str) -> Callable[[Any, Any], Any]:
         (without("layers.0.conv"), WeightsError, r"the checkpoint is no whole state.*layers\.0\.conv"),
         (without("layers.2.recurrent.scales"), WeightsError, r"layers\.2\.recurrent\.values"),
         (without("layers.2.recurrent.values"), WeightsError, r"layers\.2\.recurrent\.scales"),
+        (lambda leaves, pages: join(leaves, [Sized(64)] * 3), ValueError, "arrays by name, got Sized"),
         (
             lambda leaves, pages: join(
                 leaves, [*pages[:2], {"layers.1.latent": pages[2]["layers.1.latent"]}]
