@@ -67,7 +67,7 @@ def test_pages_that_are_held_are_left_out(after: int, left: int) -> None:
         jax.tree.map(np.testing.assert_array_equal, want, got)
 
 
-@pytest.mark.parametrize("tokens", [8, 11], ids=["one-page", "more"])
+@pytest.mark.parametrize("tokens", [5, 8, 11], ids=["no-page", "one-page", "more"])
 @pytest.mark.parametrize("int8", [False, True], ids=["exact", "int8"])
 def test_nothing_is_shared(tokens: int, int8: bool) -> None:
     """Not even where a page is the whole buffer."""
