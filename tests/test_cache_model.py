@@ -78,7 +78,10 @@ class Cold:
 def history(site: ModelSite, seed: int, conversations: int) -> Counter[str]:
     """Random conversations, some prompts given up after a random step and sent again; what happened, counted."""
     rng, cold, happened = np.random.default_rng(seed), Cold(site.parts), Counter[str]()
-    for _ in range(conversations):
+    for count in range(conversations):
+        if count % 100 == 0:  # a payload is watched for so long
+            assert site.changed() == 0
+            site.published.clear()
         for kind, tokens in conversation(rng):
             if rng.random() < 0.3:
                 site.serve(tokens, steps=int(rng.integers(1, 4)))
@@ -99,12 +102,11 @@ def test_random_conversations_have_the_bits_of_cold_prefills(parts: SplitModel, 
     conversations = CONVERSATIONS * cache_steps // 1500
     site = ModelSite(parts, capacity=CAPACITY, budget=BUDGET)
     happened = history(site, 0, conversations)
-    least = Counter(
-        {"turn": 20, "regenerate": 20, "edit": 20, "branch": 20, "exact": 20, "given up": 50, "resumed": 100}
-    )
-    least |= Counter({"amid a page": 50, "at most the grid": 50})
-    assert not least - happened, happened
-    assert site.store.stats().counts.evicted > 20
+    for what in ("turn", "exact", "edit", "branch", "regenerate"):
+        assert happened[what] >= conversations // 10, happened
+    for what in ("given up", "resumed", "amid a page", "at most the grid"):
+        assert happened[what] >= conversations // 4, happened
+    assert site.store.stats().counts.evicted >= conversations // 10
 
 
 @pytest.mark.optimised
