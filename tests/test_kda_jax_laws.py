@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from same_state import assert_same_state
 
 from kda_jax.config import ModelConfig
 from kda_jax.forward import SplitModel, decode, prefill, split
 from kda_jax.layers import KimiDeltaAttention, MultiHeadLatentAttention
-from kda_jax.state import KDAState, MLAState, ModelState
+from kda_jax.state import KDAState, ModelState
 from measure import assert_close
 from random_model import random_model, small_config
 
@@ -53,22 +54,6 @@ class Whole:
 @pytest.fixture(scope="module", params=MODELS.values(), ids=list(MODELS))
 def whole(request: pytest.FixtureRequest) -> Whole:
     return Whole(small_config(**request.param))
-
-
-def assert_same_state(want: ModelState, got: ModelState, rows: slice = slice(None)) -> None:
-    """Bit-equal in everything alive: latents up to the position, and all else."""
-    for a, b in zip(want.layers, got.layers):
-        position = np.asarray(a.position)[rows]
-        np.testing.assert_array_equal(position, b.position)
-        if isinstance(a, KDAState):
-            assert isinstance(b, KDAState)
-            np.testing.assert_array_equal(np.asarray(a.recurrent)[rows], b.recurrent)
-            np.testing.assert_array_equal(np.asarray(a.conv)[rows], b.conv)
-        else:
-            assert isinstance(b, MLAState)
-            for row, count in enumerate(position):
-                live = np.asarray(a.latent)[rows][row, :count]
-                np.testing.assert_array_equal(live, b.latent[row, :count])
 
 
 @pytest.mark.parametrize("cut", GRID_CUTS)
