@@ -10,6 +10,7 @@ from cache.namespace import Namespace
 from cache.payload import Payload, Sized
 from cache.placement import Placed, place
 from cache.plan import Limits, ResumePlan
+from cache.restart import Saved, restore, save
 from cache.store import Store
 from cache.tier import Tier
 from cache.tiers import InMemory, Loaded, Storage, demote, load, make_room, promote
@@ -30,6 +31,7 @@ __all__ = [
     "Placed",
     "ResumePlan",
     "Rows",
+    "Saved",
     "Seen",
     "Sized",
     "Storage",
@@ -41,4 +43,6 @@ __all__ = [
     "make_room",
     "place",
     "promote",
+    "restore",
+    "save",
 ]

@@ -141,8 +141,8 @@ def _brought(
     lacks = [(name, held) for name, held in _pages(store, key) if not held & tier.bit]
     state = _read(store, key, fastest(store.prompts.node(key).states), None, storages)
     pages = {name: _read(store, key, fastest(held), name, storages) for name, held in lacks}
-    written = {name: storages[tier].write(_page(name), page) for name, page in pages.items()}
-    return storages[tier].write(_state(key), state), written
+    written = {name: storages[tier].write(page_name(name), page) for name, page in pages.items()}
+    return storages[tier].write(state_name(key), state), written
 
 
 def _losing(broken: Broken, now: float) -> Callable[[Store], Store]:
@@ -159,8 +159,8 @@ def _read(store: Store, key: bytes, tier: Tier, page: bytes | None, storages: St
     shelf = store.shelves.get(tier)
     try:
         if page is None:
-            return storages[tier].read(_state(key), shelf.states.get(key) if shelf else None)
-        return storages[tier].read(_page(page), shelf.pages.get(page) if shelf else None)
+            return storages[tier].read(state_name(key), shelf.states.get(key) if shelf else None)
+        return storages[tier].read(page_name(page), shelf.pages.get(page) if shelf else None)
     except (OSError, ValueError) as error:
         raise Broken(key, tier, page, str(error)) from error
 
@@ -171,9 +171,11 @@ def _pages(store: Store, key: bytes) -> Iterator[tuple[bytes, int]]:
     return ((name, node.rows) for _, node in reversed(path) for name in node.names)
 
 
-def _state(key: bytes) -> str:
+def state_name(key: bytes) -> str:
+    """What storage calls a checkpoint's state."""
     return f"state/{key.hex()}"
 
 
-def _page(name: bytes) -> str:
+def page_name(name: bytes) -> str:
+    """What storage calls a page."""
     return f"page/{name.hex()}"

@@ -96,6 +96,17 @@ class Learned:
         with self._laid_out() as core:
             return core.learned()
 
+    def saved(self) -> dict[str, Any]:
+        """What was learned, and what is known of each remembered boundary (`Lasting`)."""
+        with self._laid_out() as core:
+            return core.saved()
+
+    def restored(
+        self, saved: Mapping[str, Any], boundaries: Sequence[Boundary], held: Sequence[bytes], later: float
+    ) -> Learned:
+        """What was saved, of these boundaries (`Lasting`)."""
+        return Learned(saved)._next(lambda core: core.restore(saved, boundaries, held, later))
+
     def _laid_out(self) -> _LaidOut:
         return _LaidOut(self._core, self._version)
 
