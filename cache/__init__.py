@@ -3,6 +3,7 @@
 Knows leaves, rows, boundaries and bytes; no layers, no model, no store of anybody else's.
 """
 
+from cache.compression import Compressing, Compression
 from cache.errors import Broken, Conflict
 from cache.holder import Holder
 from cache.keys import KeyChain
@@ -19,6 +20,8 @@ from cache.view import Rows, Seen, View
 
 __all__ = [
     "Broken",
+    "Compressing",
+    "Compression",
     "Conflict",
     "Holder",
     "InMemory",

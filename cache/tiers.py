@@ -55,6 +55,8 @@ class InMemory:
 
 
 Storages = Mapping[Tier, Storage]
+STATE, PAGE = "state/", "page/"
+"""How the names of states and pages begin, in every storage."""
 
 
 class Loaded(NamedTuple):
@@ -64,7 +66,13 @@ class Loaded(NamedTuple):
     pages: tuple[Payload, ...]
 
 
-def load(store: Store, resumed: ResumePlan, chain: KeyChain, storages: Storages) -> Loaded:
+def load(
+    store: Store,
+    resumed: ResumePlan,
+    chain: KeyChain,
+    storages: Storages,
+    expand: Callable[[Payload], Payload] = lambda state: state,
+) -> Loaded:
     """Reads the checkpoint of a plan and all pages before it, from where the plan says.
 
     Args:
@@ -72,6 +80,7 @@ def load(store: Store, resumed: ResumePlan, chain: KeyChain, storages: Storages)
         resumed: the plan; its boundary is not 0.
         chain: of the tokens before that boundary, from the first, with pages for units.
         storages: by tier. A tier that the store has no budget for, as a remote store, reads by name alone.
+        expand: makes of a state that a tier holds the state to resume from, as `Compression.expanded`.
 
     Raises:
         Broken: if any part cannot be read. Nothing of the others is returned.
@@ -85,7 +94,7 @@ def load(store: Store, resumed: ResumePlan, chain: KeyChain, storages: Storages)
         for source in resumed.rows
         for name in chain.added[source.start // chain.unit : source.stop // chain.unit]
     ]
-    return Loaded(state, tuple(pages))
+    return Loaded(expand(state), tuple(pages))
 
 
 def promote(holder: Holder, key: bytes, tier: Tier, storages: Storages, now: float) -> bool:
@@ -173,9 +182,9 @@ def _pages(store: Store, key: bytes) -> Iterator[tuple[bytes, int]]:
 
 def state_name(key: bytes) -> str:
     """What storage calls a checkpoint's state."""
-    return f"state/{key.hex()}"
+    return STATE + key.hex()
 
 
 def page_name(name: bytes) -> str:
     """What storage calls a page."""
-    return f"page/{name.hex()}"
+    return PAGE + name.hex()
