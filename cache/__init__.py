@@ -3,6 +3,7 @@
 Knows leaves, rows, boundaries and bytes; no layers, no model, no store of anybody else's.
 """
 
+from cache.ahead import Ahead, ahead
 from cache.compression import Compressing, Compression
 from cache.errors import Broken, Conflict
 from cache.holder import Holder
@@ -19,6 +20,7 @@ from cache.tokens import Media
 from cache.view import Rows, Seen, View
 
 __all__ = [
+    "Ahead",
     "Broken",
     "Compressing",
     "Compression",
@@ -41,6 +43,7 @@ __all__ = [
     "Store",
     "Tier",
     "View",
+    "ahead",
     "demote",
     "load",
     "make_room",

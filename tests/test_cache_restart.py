@@ -147,6 +147,10 @@ def test_what_was_learned_goes_on_from_its_numbers(served: Server, tmp_path: Pat
         before, after = shelf.policy, other.store.shelves[tier].policy
         assert isinstance(before, Learned) and isinstance(after, Learned)
         assert before.creation == after.creation
+        one, two = before.saved(), after.saved()
+        for values in two["remembered"].values():
+            values[1] += 100.0  # its last use
+        assert one["remembered"] == two["remembered"] and one["table"] == two["table"]
         for one, two in zip(before.learned()["rates"], after.learned()["rates"], strict=True):
             assert one["class"] == two["class"]
             np.testing.assert_allclose(one["uses"], two["uses"])
