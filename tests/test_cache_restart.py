@@ -24,7 +24,7 @@ from cache.files import packed, unpacked
 from cache.keys import KeyChain
 from cache.payload import Payload, same
 from cache.placement import Placed
-from cache.retention import Creation, Kind, Learned, policy
+from cache.retention import Boundary, Creation, Kind, Learned, policy
 from cache.tiers import Storages, promote
 from cache_laws import contents
 from cache_machine import StoreMachine, history_settings
@@ -128,13 +128,14 @@ def test_a_restored_store_is_the_one_that_was_saved(name: str, later: float, tmp
         assert other.store.prompts.node(key).last_use == server.store.prompts.node(key).last_use + later
 
 
+@pytest.mark.parametrize("later", [0.0, -500.0, 500.0], ids=["same-clock", "earlier-clock", "later-clock"])
 @pytest.mark.parametrize("name", ["ours", "lru"])
-def test_it_goes_on_as_if_it_had_never_stopped(name: str, tmp_path: Path) -> None:
+def test_it_goes_on_as_if_it_had_never_stopped(name: str, later: float, tmp_path: Path) -> None:
     """The same requests then resume from the same boundaries, make the same ones and push out the same ones."""
     server = Server(name)
     server.serve(3, 60)
     save(server.store, tmp_path, MEMORY, server.now)
-    other = server.again(tmp_path)
+    other = server.again(tmp_path, later)
     assert server.serve(4, 60) == other.serve(4, 60)
     assert held(other.store) == held(server.store)
     assert orders(other.store, other.now) == orders(server.store, server.now)
@@ -157,6 +158,18 @@ def test_what_was_learned_goes_on_from_its_numbers(served: Server, tmp_path: Pat
             np.testing.assert_allclose(one["seconds"], two["seconds"], rtol=1e-9, atol=1e-6)
         for key in shelf.states:
             np.testing.assert_allclose(before.worth(key, served.now), after.worth(key, other.now), rtol=1e-9)
+
+
+def test_a_boundary_stays_in_its_class_when_another_was_made_before_it() -> None:
+    """A prompt of 5,000 tokens, then a fork 100 tokens before its end: to its class, the end lies 5,000 behind."""
+    end = Boundary(b"end", 5000, None, (), Kind.PROMPT_END, 0, 1, 1)
+    fork = Boundary(b"fork", 4900, None, (b"end",), Kind.BRANCH, 0, 1, 1)
+    before = Learned().made(end, 1.0).made(fork, 2.0)
+    boundaries = [fork._replace(children=()), end._replace(parent=b"fork")]
+    after = Learned().restored(before.saved(), boundaries, (), 0.0)
+    learned = [each.used((b"fork", b"end"), None, 9.0).learned()["rates"] for each in (before, after)]
+    assert [each["class"] for each in learned[0]] == [each["class"] for each in learned[1]]
+    assert ["prompt_end", 0, 0, 1, 4] in [each["class"] for each in learned[0]]
 
 
 @pytest.mark.parametrize(
