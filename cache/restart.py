@@ -51,7 +51,8 @@ class Saved(NamedTuple):
 def save(store: Store, folder: str | os.PathLike[str], storages: Storages, now: float) -> Saved:
     """Writes a store's boundaries, payloads and what its policies know. Pins are not kept.
 
-    An earlier save in the folder is valid until this one is complete, then it goes. One process saves at a time.
+    An earlier save in the folder is valid until this one is complete, then it goes: there is room for both. One process
+    saves at a time.
 
     Args:
         store: any version; others may go on from it meanwhile.
@@ -83,7 +84,8 @@ def restore(folder: str | os.PathLike[str], empty: Store, storages: Storages, no
 
     Args:
         folder: that `save` wrote to. Without a save in it, the store stays empty.
-        empty: a new store: its tiers, budgets and policies are those of the restored one.
+        empty: a new store: its tiers, budgets and policies are those of the restored one. Bytes of tiers that it lacks
+            are left where they are, their boundaries are remembered.
         storages: of each tier; what they return on `write` is what the store keeps.
         now: seconds, of the store's clock from here on.
 

@@ -94,13 +94,26 @@ def test_only_what_is_expected_less_makes_room() -> None:
         chats.now += 40
         chats.turn(20)
     old, new = chats.last[0], chats.last[20]
-    assert ahead(chats.store, Tier.DEVICE, MEMORY, chats.now)[0].key == new
-    for there, other in ((old, new), (new, old)):
-        promote(chats.holder, there, Tier.DEVICE, STORAGES, chats.now)
-        assert set(chats.store.shelves[Tier.DEVICE].states) <= {there}
-        keys = [each.key for each in ahead(chats.store, Tier.DEVICE, MEMORY, chats.now)]
-        assert (other in keys) == (other == new)
-        chats.holder.update(lambda s, there=there: s.drop(there, Tier.DEVICE, chats.now))
+    first = ahead(chats.store, Tier.DEVICE, MEMORY, chats.now)[0]
+    assert first.key == new and 1 / 60 < first.expected < 1 / 20  # uses a second
+    assert promote(chats.holder, old, Tier.DEVICE, STORAGES, chats.now)
+    assert new in [each.key for each in ahead(chats.store, Tier.DEVICE, MEMORY, chats.now)]
+    chats.holder.update(lambda s: s.drop(old, Tier.DEVICE, chats.now))
+    assert promote(chats.holder, new, Tier.DEVICE, STORAGES, chats.now)
+    assert ahead(chats.store, Tier.DEVICE, MEMORY, chats.now) == ()
+
+
+def test_pages_that_are_there_are_not_moved() -> None:
+    chats = Chats()
+    chats.day(seed=3)
+    for count in range(1, 4):
+        chats.now += 40
+        chats.turn(20)
+        if count == 2:
+            assert promote(chats.holder, chats.last[20], Tier.DEVICE, STORAGES, chats.now)
+    first = ahead(chats.store, Tier.DEVICE, MEMORY, chats.now)[0]
+    assert first.key == chats.last[20]
+    assert first.nbytes == STATE + ROW * PAGE * (300 // PAGE - 200 // PAGE)
 
 
 def test_what_is_pinned_makes_no_room() -> None:
