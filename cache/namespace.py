@@ -16,7 +16,8 @@ class Namespace:
         weights: digest of the weights' contents; a path or a name is none, since both can be written again.
         tokenizer: digest of the tokenizer and of the chat template.
         quantisation: of the weights at run time, as `none` or `int8`.
-        state_dtype: dtype a checkpoint's recurrent state is kept in.
+        state_dtype: dtype a checkpoint's recurrent state is kept in; `int8` if any tier compresses it (`Compression`),
+            since what resumes from it has other bits.
         layout: version of the names, shapes and meaning of a checkpoint's leaves.
         adapter: digest of an adapter's contents; empty without one.
         topology: how leaves are cut over devices, as `tp=8`; empty for one device.

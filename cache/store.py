@@ -118,6 +118,7 @@ class Store:
         now: float,
         media: Sequence[Media] = (),
         tier: Tier = Tier.DEVICE,
+        exact: bool = True,
     ) -> Store:
         """Publishes the checkpoint behind `tokens`, whole.
 
@@ -134,6 +135,8 @@ class Store:
             now: seconds.
             media: those in `tokens`.
             tier: that holds the bytes.
+            exact: whether other bytes for a boundary that the tier holds are an error. False in a namespace whose
+                states are compressed, where what requests resume to differs a little: what is held stays.
 
         Returns:
             A store that remembers the boundary and, where there was room, holds it. Nothing changes if the tier holds
@@ -146,7 +149,7 @@ class Store:
         shelf = self._shelf(tier)
         store, key = self._remember(namespace, tokens, media, kind, now)
         if key in shelf.states:
-            if not same(shelf.states[key], state):
+            if exact and not same(shelf.states[key], state):
                 raise Conflict(key, tier)
             return self
         lacks = store.prompts.lacks(key, tier)

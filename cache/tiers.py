@@ -55,6 +55,8 @@ class InMemory:
 
 
 Storages = Mapping[Tier, Storage]
+STATE, PAGE = "state/", "page/"
+"""How the names of states and pages begin, in every storage."""
 
 
 class Loaded(NamedTuple):
@@ -64,7 +66,13 @@ class Loaded(NamedTuple):
     pages: tuple[Payload, ...]
 
 
-def load(store: Store, resumed: ResumePlan, chain: KeyChain, storages: Storages) -> Loaded:
+def load(
+    store: Store,
+    resumed: ResumePlan,
+    chain: KeyChain,
+    storages: Storages,
+    expand: Callable[[Payload], Payload] = lambda state: state,
+) -> Loaded:
     """Reads the checkpoint of a plan and all pages before it, from where the plan says.
 
     Args:
@@ -72,6 +80,7 @@ def load(store: Store, resumed: ResumePlan, chain: KeyChain, storages: Storages)
         resumed: the plan; its boundary is not 0.
         chain: of the tokens before that boundary, from the first, with pages for units.
         storages: by tier. A tier that the store has no budget for, as a remote store, reads by name alone.
+        expand: makes of a state that a tier holds the state to resume from, as `Compression.expanded`.
 
     Raises:
         Broken: if any part cannot be read. Nothing of the others is returned.
@@ -85,7 +94,7 @@ def load(store: Store, resumed: ResumePlan, chain: KeyChain, storages: Storages)
         for source in resumed.rows
         for name in chain.added[source.start // chain.unit : source.stop // chain.unit]
     ]
-    return Loaded(state, tuple(pages))
+    return Loaded(expand(state), tuple(pages))
 
 
 def promote(holder: Holder, key: bytes, tier: Tier, storages: Storages, now: float) -> bool:
@@ -141,8 +150,8 @@ def _brought(
     lacks = [(name, held) for name, held in _pages(store, key) if not held & tier.bit]
     state = _read(store, key, fastest(store.prompts.node(key).states), None, storages)
     pages = {name: _read(store, key, fastest(held), name, storages) for name, held in lacks}
-    written = {name: storages[tier].write(_page(name), page) for name, page in pages.items()}
-    return storages[tier].write(_state(key), state), written
+    written = {name: storages[tier].write(page_name(name), page) for name, page in pages.items()}
+    return storages[tier].write(state_name(key), state), written
 
 
 def _losing(broken: Broken, now: float) -> Callable[[Store], Store]:
@@ -159,8 +168,8 @@ def _read(store: Store, key: bytes, tier: Tier, page: bytes | None, storages: St
     shelf = store.shelves.get(tier)
     try:
         if page is None:
-            return storages[tier].read(_state(key), shelf.states.get(key) if shelf else None)
-        return storages[tier].read(_page(page), shelf.pages.get(page) if shelf else None)
+            return storages[tier].read(state_name(key), shelf.states.get(key) if shelf else None)
+        return storages[tier].read(page_name(page), shelf.pages.get(page) if shelf else None)
     except (OSError, ValueError) as error:
         raise Broken(key, tier, page, str(error)) from error
 
@@ -171,9 +180,11 @@ def _pages(store: Store, key: bytes) -> Iterator[tuple[bytes, int]]:
     return ((name, node.rows) for _, node in reversed(path) for name in node.names)
 
 
-def _state(key: bytes) -> str:
-    return f"state/{key.hex()}"
+def state_name(key: bytes) -> str:
+    """What storage calls a checkpoint's state."""
+    return STATE + key.hex()
 
 
-def _page(name: bytes) -> str:
-    return f"page/{name.hex()}"
+def page_name(name: bytes) -> str:
+    """What storage calls a page."""
+    return PAGE + name.hex()

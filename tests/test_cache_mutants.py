@@ -36,7 +36,7 @@ MUTANTS = {
     "namespaces share": ("prompts.py", "KeyChain.start(namespace, page)", "KeyChain.start(bytes(32), page)"),
     "the tail has no name": ("keys.py", "if not len(self.tail):", "if True:"),
     "pages are put one too early": ("store.py", "pages[len(pages) - len(lacks) :]", "pages"),
-    "other bytes are accepted": ("store.py", "if not same(", "if False and not same("),
+    "other bytes are accepted": ("store.py", "if exact and not same(", "if False and not same("),
     "the budget is overrun": ("shelf.py", "max(0, self.nbytes - self.budget)", "0"),
     "bytes of pages stay counted": ("shelf.py", "size += nbytes(left.pop(name))", "left.pop(name)"),
     "a lost page breaks one checkpoint only": ("store.py", "for lost in keys:", "for lost in keys[:1]:"),

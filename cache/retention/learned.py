@@ -91,10 +91,33 @@ class Learned:
                 raise KeyError(key)
             return member.worth
 
+    def expected(self, key: bytes) -> float:
+        """Uses a second that a held boundary will serve, its own and those of boundaries behind it (`Expects`).
+
+        Raises:
+            KeyError: if it is not held.
+        """
+        with self._laid_out() as core:
+            member = core.forest.members[key]
+            if not member.held:
+                raise KeyError(key)
+            return max(0.0, member.earned)
+
     def learned(self) -> dict[str, Any]:
         """What was learned so far, in numbers, strings, lists and dicts: to be written down for the next start."""
         with self._laid_out() as core:
             return core.learned()
+
+    def saved(self) -> dict[str, Any]:
+        """What was learned, and what is known of each remembered boundary (`Lasting`)."""
+        with self._laid_out() as core:
+            return core.saved()
+
+    def restored(
+        self, saved: Mapping[str, Any], boundaries: Sequence[Boundary], held: Sequence[bytes], later: float
+    ) -> Learned:
+        """What was saved, of these boundaries (`Lasting`)."""
+        return Learned(saved)._next(lambda core: core.restore(saved, boundaries, held, later))
 
     def _laid_out(self) -> _LaidOut:
         return _LaidOut(self._core, self._version)

@@ -22,6 +22,8 @@ SEEN_ONCE_IN = 8
 """Before anything is seen, prompts are believed to have parted once at each distance, of so many that went on."""
 LEARNS_EVERY = 64
 """Requests between two looks at what was counted; fewer while there were few requests altogether."""
+LASTING = ("since", "step", "request", "ahead", "uses", "left")
+"""What a boundary went through, which its place in the tree does not tell."""
 
 
 class Learning:
@@ -207,6 +209,38 @@ class Learning:
         """All that does not name a boundary."""
         parted = {str(at): count for at, count in sorted(self.parted.items())}
         return {"rates": self.rates.counts(self.clock), "parted": parted, "went_on": self.went_on}
+
+    def saved(self) -> dict[str, Any]:
+        """All that there is to know, with times as they are here."""
+        remembered = {
+            key.hex(): [member.stage, *(getattr(member, name) for name in LASTING)]
+            for key, member in self.forest.members.items()
+        }
+        numbers = {"clock": self.clock, "requests": self.requests, "learns_at": self.learns_at}
+        return {**self.learned(), **numbers, "table": self.rates.table, "remembered": remembered}
+
+    def restore(
+        self, saved: Mapping[str, Any], boundaries: Sequence[Boundary], held: Sequence[bytes], later: float
+    ) -> None:
+        """Takes up what was saved, in a structure that begins with what was learned."""
+        journal, remembered = self.journal, saved["remembered"]
+        for name in ("requests", "learns_at"):
+            journal.set(self, name, saved[name])
+        journal.set(self.rates, "table", saved["table"])
+        journal.set(self, "clock", saved["clock"] + later)
+        for boundary in boundaries:
+            member = self.forest.add(boundary, self.clock)
+            (age_bin, rate), *values = remembered[boundary.key.hex()]
+            for name, value in zip(LASTING, values):
+                journal.set(member, name, value)
+            journal.set(member, "since", member.since + later)
+            journal.set(member, "row", self.rates.row(traits(member)))
+            self.rates.enter(member.row, age_bin, self.clock)
+            self.forest.settle(member, (age_bin, rate))
+            heapq.heappush(self.by_due, (due(member), member.key))
+        self.forest.pay()
+        for key in held:
+            self.forest.hold(self.forest.members[key])
 
 
 def due(member: Remembered) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 
 class Kind(StrEnum):
@@ -114,4 +114,26 @@ class Policy(Protocol):
     def worth(self, key: bytes, now: float) -> float:
         """What keeping a held key is worth: recomputed tokens it is expected to save, a second and a byte freed by
         dropping it (or whatever a simpler policy ranks by). Larger is kept longer."""
+        ...
+
+
+@runtime_checkable
+class Lasting(Protocol):
+    """What a policy has, too, if it knows more than boundaries and an order: that survives a restart."""
+
+    def saved(self) -> dict[str, Any]:
+        """All that it knows, in numbers, strings, lists and dicts."""
+        ...
+
+    def restored(
+        self, saved: dict[str, Any], boundaries: Sequence[Boundary], held: Sequence[bytes], later: float
+    ) -> Self:
+        """This empty policy with what `saved` gave.
+
+        Args:
+            saved: what was saved.
+            boundaries: those that are remembered again, parents before their children.
+            held: the keys of those whose bytes are there.
+            later: seconds to add to saved times.
+        """
         ...
