@@ -8,10 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from model_site import ModelSite
 
 from cache.retention.protocol import Kind
 from kda_jax.state import KDAState, MLAState, ModelState
+from model_site import ModelSite
 
 
 def with_position(state: ModelState, tokens: int) -> ModelState:

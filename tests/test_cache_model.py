@@ -10,9 +10,6 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_site import STEP, ModelSite, Served, decode_on
-from model_site_mutants import MUTANTS
-from same_state import assert_same_state
 
 from cache import Conflict, Tier
 from cache.retention.protocol import Kind
@@ -21,7 +18,10 @@ from kda_jax.forward import SplitModel, prefill, split
 from kda_jax.state import ModelState, grow
 from kda_jax.weights import load
 from measure import relative_error
+from model_site import STEP, ModelSite, Served, decode_on
+from model_site_mutants import MUTANTS
 from random_model import random_model, small_config
+from same_state import assert_same_state
 from tiny_lm import corpus
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from same_state import assert_same_state
 
 from cache import Sized
 from kda_jax.config import ModelConfig
@@ -18,6 +17,7 @@ from kda_jax.state import MLAState, ModelState, empty
 from kda_jax.weights import WeightsError
 from pallas_kernels.state_compression import compress_state, decompress_state
 from random_model import small_config
+from same_state import assert_same_state
 
 CONFIG = small_config(layers=("kda", "mla", "kda", "mla"), mlps=("dense",) * 4)
 

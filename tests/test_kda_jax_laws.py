@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from same_state import assert_same_state
 
 from kda_jax.config import ModelConfig
 from kda_jax.forward import SplitModel, decode, prefill, split
@@ -21,6 +20,7 @@ from kda_jax.layers import KimiDeltaAttention, MultiHeadLatentAttention
 from kda_jax.state import KDAState, ModelState
 from measure import assert_close
 from random_model import random_model, small_config
+from same_state import assert_same_state
 
 pytestmark = pytest.mark.optimised
 

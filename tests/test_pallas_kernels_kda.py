@@ -465,9 +465,9 @@ def test_bad_calls_say_what_was_wrong(change, message):
 
 @pytest.mark.parametrize("slots", [[0, 6, -1], [4, -1, 4]], ids=["outside", "twice"])
 def test_a_step_says_which_slots_cannot_be(slots):
-    rows = [x[:, 0] for x in inputs("softplus", batch=3, tokens=1, keys=4, values=4)[:5]]
+    q, k, v, g, beta = (x[:, 0] for x in inputs("softplus", batch=3, tokens=1, keys=4, values=4)[:5])
     with pytest.raises(ValueError, match="below S=6 and none twice, got"):
-        kda_step(*rows, np.zeros((6, 2, 4, 4), np.float32), slots=slots)
+        kda_step(q, k, v, g, beta, np.zeros((6, 2, 4, 4), np.float32), slots=slots)
 
 
 def test_a_tpu_has_one_chunk():
