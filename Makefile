@@ -4,12 +4,14 @@
 #   JAX='jax==0.11.2'        holds JAX at a version
 #   TESTS='tests/test_x.py'  tests to run, with any options for pytest
 #   CHECK='--shape small'    options of check
+#   STORE=mooncake           what the demo's second process gets its checkpoint from (default: disk)
 
 VENV ?= .venv
 JAX ?=
 WORKERS ?= 2
 TESTS ?= tests
 CHECK ?=
+STORE ?= disk
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
@@ -24,8 +26,8 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.3
 .PHONY: demo test parity bench check lint format
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.installed
-	@$(python) -m kda_jax demo
+demo: $(VENV)/.installed $(if $(filter mooncake,$(STORE)),$(VENV)/.installed-mooncake)
+	@$(python) -m kda_jax demo --store $(STORE)
 
 # Twice, once with little optimisation, for what is not about compiled arithmetic; one of the two may select no test (5).
 test: $(VENV)/.installed-dev
@@ -64,10 +66,15 @@ $(VENV)/.installed: pyproject.toml | $(python)
 	@$(install) -e . $(JAX)
 	@touch $@
 
+$(VENV)/.installed-mooncake: pyproject.toml | $(VENV)/.installed
+	@echo "installing Mooncake's client and master into $(VENV)"
+	@$(install) -e '.[mooncake]' $(JAX)
+	@touch $(VENV)/.installed $@
+
 $(VENV)/.installed-dev: pyproject.toml | $(python)
 	@echo 'installing kda-jax and its development tools into $(VENV)'
 	@$(install) -e '.[dev]' $(JAX)
-	@touch $(VENV)/.installed $@
+	@touch $(VENV)/.installed $(VENV)/.installed-mooncake $@
 
 # torch goes first and by itself, so that nothing else decides which one comes
 $(VENV)/.installed-parity: $(VENV)/.installed-dev
