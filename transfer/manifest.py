@@ -126,7 +126,7 @@ def parts_of(leaves: Iterable[Leaf]) -> tuple[Part, ...]:
 
 def _part(segments: Sequence[Segment]) -> Part:
     """The part that is made of these segments."""
-    content = "\n".join(f"{segment.offset} {segment.nbytes} {segment.digest}" for segment in segments)
+    content = "\n".join(f"{index} {offset} {nbytes} {digest}" for index, offset, nbytes, digest in segments)
     end = segments[-1].offset + segments[-1].nbytes
     return Part(xxhash.xxh3_128_hexdigest(content.encode()), end)
 
