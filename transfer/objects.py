@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,7 @@ class Put(Enum):
         return self in (Put.STORED, Put.HELD)
 
 
+@runtime_checkable
 class Objects(Protocol):
     """A store of immutable objects by name. Every call is a batch, ends by its deadline and may come from any thread.
 

@@ -26,14 +26,20 @@ def demo(
         Path | None, typer.Option(help="Text to read (default: the library's argparse.py).")
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write in each continuation.")] = 120,
+    store: Annotated[
+        str, typer.Option(help="Where the second process finds its checkpoint: disk, or mooncake.")
+    ] = "disk",
 ) -> None:
     """Read a source file once, fork it from three checkpoints, and compare with runs that never stopped."""
     import argparse
 
     from kda_jax.commands.forks import compare
+    from kda_jax.commands.stores import KINDS
     from kda_jax.tokenizer import load_tokenizer
     from kda_jax.weights.load import load
 
+    if store not in KINDS:
+        raise CommandError(f"{store!r} is no kind of store: give --store {' or '.join(KINDS)}")
     if not model.exists():
         raise CommandError(f"no model at {model}; run this in a checkout, or name a checkpoint with --model")
     source = source or Path(argparse.__file__)
@@ -43,7 +49,7 @@ def demo(
         raise CommandError(f"{source} has {len(ids)} tokens; the demo reads at least {PROMPT_TOKENS}")
     prompt = ids[: _end(tokenizer, ids, PROMPT_TOKENS, "\n\n")]
     print(f"{source.name}: {len(prompt)} tokens, read once, checkpoints at {[*BOUNDARIES, len(prompt)]}\n")
-    rows = compare(loaded, model, prompt, _forks(tokenizer, ids, len(prompt)), new_tokens)
+    rows = compare(loaded, model, prompt, _forks(tokenizer, ids, len(prompt)), new_tokens, store)
     _print(rows, tokenizer)
     if wrong := [row.fork.what for row in rows if not row.identical]:
         print(
@@ -52,11 +58,11 @@ def demo(
         raise typer.Exit(1)
 
 
-def demo_resume(model: Path, state: Path, result: Path, tokens: str, new_tokens: int, capacity: int) -> None:
+def demo_resume(task: Path, result: Path) -> None:
     """The demo's second process."""
     from kda_jax.commands.forks import resume
 
-    resume(model, state, result, [int(token) for token in tokens.split(",")], new_tokens, capacity)
+    resume(task, result)
 
 
 def _end(tokenizer: Tokenizer, ids: list[int], start: int, mark: str) -> int:

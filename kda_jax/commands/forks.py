@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -15,18 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from cache import Namespace
 from kda_jax.commands.errors import CommandError
+from kda_jax.commands.stores import open_store, own_store
+from kda_jax.engine.shared import Shared
 from kda_jax.forward import SplitModel, decode, dtype_of, prefill, split
 from kda_jax.generate.loop import choose_first
 from kda_jax.model import Model
 from kda_jax.sampling import make_sampler
 from kda_jax.state import ModelState, nbytes
+from kda_jax.weights.digest import TOKENIZER, WEIGHTS, folder_digest
 from kda_jax.weights.load import load
-from kda_jax.weights.statefile import load_state, save_state
 
 GRID = 64  # resumed on it, a prefill has the bits of a cold one
 SAMPLER = make_sampler(temperature=0.6, min_p=0.05)  # the likeliest token alone soon repeats itself
 SEED = 0
+STORE_NBYTES = 256 << 20
 
 
 class Fork(NamedTuple):
@@ -62,7 +67,7 @@ class Row(NamedTuple):
 
 
 def compare(
-    model: Model, folder: Path, prompt: list[int], forks: Sequence[Fork], new_tokens: int
+    model: Model, folder: Path, prompt: list[int], forks: Sequence[Fork], new_tokens: int, store: str
 ) -> list[Row]:
     """Reads the prompt once, and runs every fork from its checkpoint and without a stop.
 
@@ -73,8 +78,9 @@ def compare(
         model: the model.
         folder: where it lies, for the second process.
         prompt: token ids; a checkpoint is kept at each fork's boundary.
-        forks: the continuations; the last one resumes in a second process, through a file.
+        forks: the continuations; the last one resumes in a second process, from a store of objects.
         new_tokens: tokens to decode in each.
+        store: the kind of that store, `disk` or `mooncake`.
     """
     parts = split(model)
     boundaries = sorted({fork.boundary for fork in forks})
@@ -86,15 +92,13 @@ def compare(
         start = prompt[: fork.boundary]
         calls = [start, fork.rest] if fork.boundary % GRID else [start + fork.rest]
         cold = run(parts, None, calls, new_tokens, capacity)
+        size = nbytes(model.config, fork.boundary, dtype=dtype_of(parts[1]))
         if fork is forks[-1]:
-            with tempfile.TemporaryDirectory() as temporary:
-                saved = Path(temporary) / "state.safetensors"
-                save_state(saved, checkpoints[fork.boundary], model)
-                resumed, where = _run_elsewhere(folder, saved, fork.rest, new_tokens, capacity)
-                size = saved.stat().st_size
+            resumed, where = _run_elsewhere(
+                store, folder, start, checkpoints[fork.boundary], fork.rest, new_tokens, capacity
+            )
         else:
             resumed = run(parts, checkpoints[fork.boundary], [fork.rest], new_tokens, capacity)
-            size = nbytes(model.config, fork.boundary, dtype=dtype_of(parts[1]))
             where = "this"
         rows.append(Row(fork, cold, resumed, size, where))
     return rows
@@ -132,32 +136,58 @@ def run(
 
 
 def _run_elsewhere(
-    folder: Path, state: Path, rest: list[int], new_tokens: int, capacity: int
-) -> tuple[Run, str]:
-    result = state.with_name("run.safetensors")
-    command = [
-        sys.executable,
-        "-m",
-        "kda_jax",
-        "demo-resume",
-        folder,
-        state,
-        result,
-        ",".join(map(str, rest)),
-    ]
-    process = subprocess.Popen(
-        [*map(str, command), str(new_tokens), str(capacity)], stderr=subprocess.PIPE, text=True
-    )
-    _, complaint = process.communicate()
-    if process.returncode:
-        raise CommandError(f"the second process ended with {process.returncode}: {complaint.strip()[-500:]}")
-    found = load_file(result)
+    store: str, folder: Path, start: list[int], state: ModelState, rest: list[int], new_tokens: int, capacity: int
+) -> tuple[Run, str]:  # fmt: skip
+    """Leaves a checkpoint in a store, and lets a second process find it there by its tokens and go on from it."""
+    with tempfile.TemporaryDirectory() as temporary, own_store(store, Path(temporary), STORE_NBYTES) as spec:
+        with open_store(spec) as objects:
+            if Shared(objects, namespace(folder)).publish(start, {len(start): state}) != [len(start)]:
+                raise CommandError(f"the store {spec} did not take the checkpoint: {objects.counters()}")
+        task, result = Path(temporary) / "task.json", Path(temporary) / "run.safetensors"
+        task.write_text(
+            json.dumps(
+                {
+                    "folder": str(folder),
+                    "store": spec,
+                    "tokens": start + rest,
+                    "new_tokens": new_tokens,
+                    "capacity": capacity,
+                }
+            )
+        )
+        command = [sys.executable, "-m", "kda_jax", "demo-resume", str(task), str(result)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        _, complaint = process.communicate()
+        if process.returncode:
+            raise CommandError(
+                f"the second process ended with {process.returncode}: {complaint.strip()[-500:]}"
+            )
+        found = load_file(result)
+    if int(found["boundary"][0]) != len(start):
+        raise CommandError(f"the second process resumed at {found['boundary'][0]}, not at {len(start)}")
     return Run(found["logits"], found["tokens"], float(found["prefill_ms"][0])), str(process.pid)
 
 
-def resume(folder: Path, state: Path, result: Path, rest: list[int], new_tokens: int, capacity: int) -> None:
-    """The second process: goes on from the state in a file, and leaves what it computed in another."""
+def resume(task: Path, result: Path) -> None:
+    """The second process: finds the checkpoint of its tokens, goes on, and leaves what it computed in a file."""
+    given = json.loads(task.read_text())
+    folder, tokens = Path(given["folder"]), given["tokens"]
     model = load(folder, dtype="float32")
-    found = run(split(model), load_state(state, model), [rest], new_tokens, capacity)
-    milliseconds = np.asarray([found.prefill_ms], np.float64)
-    save_file({"logits": found.logits, "tokens": found.tokens, "prefill_ms": milliseconds}, result)
+    with open_store(given["store"]) as objects:
+        boundary, state, _ = Shared(objects, namespace(folder)).resume(tokens)
+    found = run(split(model), state, [tokens[boundary:]], given["new_tokens"], given["capacity"])
+    save_file(
+        {
+            "logits": found.logits,
+            "tokens": found.tokens,
+            "prefill_ms": np.asarray([found.prefill_ms], np.float64),
+            "boundary": np.asarray([boundary], np.int64),
+        },
+        result,
+    )
+
+
+def namespace(folder: Path) -> bytes:
+    """What the demo's two processes must agree on: the weights, the tokenizer, and float32 states."""
+    weights, tokenizer = (folder_digest(folder, patterns) for patterns in (WEIGHTS, TOKENIZER))
+    return Namespace(weights=weights, tokenizer=tokenizer).digest()

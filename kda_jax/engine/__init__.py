@@ -1,5 +1,7 @@
-"""What joins a model with the prefix cache."""
+"""What joins a model with the prefix cache, and with processes elsewhere."""
 
 from kda_jax.engine.checkpoint import Checkpoint, cut, join
+from kda_jax.engine.object_storage import ObjectStorage, Stored
+from kda_jax.engine.shared import Resumed, Shared
 
-__all__ = ["Checkpoint", "cut", "join"]
+__all__ = ["Checkpoint", "ObjectStorage", "Resumed", "Shared", "Stored", "cut", "join"]

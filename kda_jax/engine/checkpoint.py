@@ -74,7 +74,7 @@ def join(state: Payload, pages: Sequence[Payload]) -> ModelState:
     """The state that `cut` took apart: a private copy with room for its own tokens and no more.
 
     Args:
-        state: `Checkpoint.state`, as `cache.load` gives it back.
+        state: `Checkpoint.state`, as `cache.load` gives it back; of jax or of numpy.
         pages: all of them, from the first.
 
     Raises:
@@ -88,7 +88,8 @@ def join(state: Payload, pages: Sequence[Payload]) -> ModelState:
             before = (rows[name] for rows in by_page if name in rows)
             arrays[name] = jnp.concatenate([*before, jnp.copy(leaf)], axis=1)
         elif part == "values" and f"{whole}.scales" in leaves:
-            arrays[whole] = _decompress(CompressedState(leaf, leaves[f"{whole}.scales"]))
+            scales = jnp.asarray(leaves[f"{whole}.scales"])
+            arrays[whole] = _decompress(CompressedState(jnp.asarray(leaf), scales))
         elif part != "scales" or f"{whole}.values" not in leaves:
             arrays[name] = jnp.copy(leaf)
     joined = state_from_leaves(arrays, "the checkpoint")
@@ -102,7 +103,7 @@ def join(state: Payload, pages: Sequence[Payload]) -> ModelState:
     return joined
 
 
-def _by_name(payload: Payload) -> Mapping[str, jax.Array]:
+def _by_name(payload: Payload) -> Mapping[str, jax.Array | np.ndarray]:
     if not isinstance(payload, Mapping):
         raise ValueError(
             f"join needs arrays by name, got {type(payload).__name__}: read them from storage first"

@@ -1,0 +1,121 @@
+"""Checkpoints of a model that other processes resume from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from cache import KeyChain
+from cache.tiers import page_name, state_name
+from cache.tokens import Tokens, as_tokens
+from kda_jax.engine.checkpoint import cut, join
+from kda_jax.engine.object_storage import ObjectStorage
+from kda_jax.state import ModelState
+from transfer import Objects
+from transfer.find import Found, find
+from transfer.marks import announce
+
+PAGE = 512
+
+
+class Resumed(NamedTuple):
+    """Where a prompt goes on: the state behind its first `boundary` tokens, None and 0 for a cold start.
+
+    Attributes:
+        boundary: tokens that are not computed again.
+        state: with room for these and no more; nobody else has its memory.
+        found: what the search said of the prompt's other boundaries.
+    """
+
+    boundary: int
+    state: ModelState | None
+    found: Found
+
+
+class Shared:
+    """One model's checkpoints in a store of objects: latents as pages, shared between the checkpoints of a path."""
+
+    def __init__(
+        self, objects: Objects, namespace: bytes, *, page: int = PAGE, int8: bool = False, timeout: float = 30.0
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            objects: open; whoever opened it closes it.
+            namespace: `cache.Namespace.digest()`, which says so if `int8`.
+            page: latent rows a page, and tokens a link of the keys: the same for all who share.
+            int8: keeps recurrent states in int8, which is not exact.
+            timeout: seconds for a search, and for each payload.
+        """
+        self._storage = ObjectStorage(objects, namespace, timeout)
+        self._objects, self._namespace, self._page, self._int8 = objects, namespace, page, int8
+
+    def publish(
+        self,
+        tokens: Sequence[int] | Tokens,
+        states: Mapping[int, ModelState],
+        *,
+        after: int = 0,
+        known: Sequence[int] = (),
+    ) -> list[int]:
+        """Stores states of one prompt: the pages before each, then the state, then the marks to find it by.
+
+        Args:
+            tokens: the prompt, or its beginning up to the deepest boundary.
+            states: by boundary, of one row each.
+            after: tokens whose pages the store holds already.
+            known: other boundaries that the store has of this prompt, as `Resumed.found.known`.
+
+        Returns:
+            The boundaries that are there now. The store may fail, or have no room: then fewer.
+        """
+        keys, stored = _Keys(self._namespace, self._page, as_tokens(tokens)), []
+        for boundary, state in sorted(states.items()):
+            leaves, pages = cut(state, self._page, after=after, int8=self._int8)
+            first = boundary // self._page - len(pages)
+            with suppress(OSError):
+                for number, page in enumerate(pages, start=first):
+                    self._storage.write(page_name(keys.pages[number]), page)
+                self._storage.write(keys.name(boundary), leaves)
+                stored.append(boundary)
+                after = max(after, boundary)
+        if stored:
+            announce(self._objects, keys.name, stored, known, self._storage.timeout)
+        return stored
+
+    def resume(self, tokens: Sequence[int] | Tokens) -> Resumed:
+        """Finds the deepest checkpoint below a prompt's last token that can be read whole, and reads it.
+
+        Raises:
+            ValueError: without tokens.
+        """
+        tokens = as_tokens(tokens)
+        if not len(tokens):
+            raise ValueError("a prompt has at least one token")
+        keys = _Keys(self._namespace, self._page, tokens)
+        found = find(self._objects, keys.name, len(tokens) - 1, self._storage.timeout)
+        for boundary in found.boundaries:
+            with suppress(OSError):
+                pages = [self._storage.read(page_name(name)) for name in keys.pages[: boundary // self._page]]
+                state = join(self._storage.read(keys.name(boundary)), pages)
+                if int(np.asarray(state.position)[0]) == boundary:
+                    return Resumed(boundary, state, found)
+        return Resumed(0, None, found)
+
+
+class _Keys:
+    """The keys of one prompt."""
+
+    def __init__(self, namespace: bytes, page: int, tokens: Tokens) -> None:
+        self._start, self._tokens, self._page = KeyChain.start(namespace, page), tokens, page
+        self.pages = self._start.extend(tokens).added
+
+    def name(self, boundary: int) -> str:
+        """What the checkpoint behind the first `boundary` tokens is called."""
+        whole = boundary // self._page
+        chain = (
+            KeyChain.resume(self.pages[whole - 1], whole * self._page, self._page) if whole else self._start
+        )
+        return state_name(chain.extend(self._tokens[whole * self._page : boundary]).key)
