@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -20,6 +21,7 @@ from transfer.mooncake.settings import MooncakeSettings
 from transfer.mooncake.threads import Threads
 from transfer.objects import Bytes, Item, Put, Read
 
+AT_EXIT_S = 60.0  # longer than any call of the library was seen to hang
 WORDS = {put.value: put for put in Put}
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class MooncakeObjects:
         tries, straight = self.settings.tries, self.settings.protocol == "tcp"
         self._puts = Puts(self._library, memory, self._recorder, straight=straight, tries=tries)
         self._gets = Gets(self._library.store, memory, self._recorder, tries=tries)
+        atexit.register(self._at_exit)
 
     def put(self, items: Sequence[Item], timeout: float) -> list[Put]:
         """See `Objects`. Objects that find no room, or whose transfer fails, are tried again some times."""
@@ -158,7 +161,12 @@ class MooncakeObjects:
                 return
             tries += 1
 
+    def _at_exit(self) -> None:
+        """A process that ends while the library moves bytes would crash."""
+        self._threads.close(AT_EXIT_S, self._disconnect)
+
     def _disconnect(self) -> None:
+        atexit.unregister(self._at_exit)
         if self._ours:
             disconnect(self._library)
         else:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+
+import numpy as np
 
 from transfer.counters import Recorder
 from transfer.mooncake.call import Call, batches
@@ -15,6 +18,8 @@ from transfer.objects import Bytes, Item
 STRAIGHT = MIB // 4  # bytes of a piece from which on a transfer of its own costs less than a copy
 SLICE = MIB  # bytes of one of the transfers that the library keeps in flight side by side
 AGAIN = frozenset({"full", "transfer", "unfinished"})  # another moment, or another process, may have room
+
+EMPTY = np.empty(0, np.uint8)
 
 
 class Puts:
@@ -62,25 +67,30 @@ class Puts:
         """A code for each object."""
         if not items:
             return []
-        copied = sum(piece.nbytes for item in items for piece in item.pieces if self._is_staged(piece))
-        with self._memory.lent([copied] if copied else []) as blocks:
-            end, runs = 0, []
-            for item in items:
-                whole: list[tuple[int, int]] = []
-                for piece in item.pieces:
-                    if self._is_staged(piece):
-                        staged, end = blocks[0][end : end + piece.nbytes], end + piece.nbytes
-                        staged[:] = piece
-                        piece = staged
-                    extend(whole, piece)
-                runs.append([part for run in whole for part in sliced(*run)])
-            self._recorder.add(copied=copied)
+        staged = [sum(piece.nbytes for piece in item.pieces if self._is_staged(piece)) for item in items]
+        with self._memory.lent([sum(staged)] if any(staged) else []) as blocks:
+            ends = accumulate(staged)
+            rooms = [blocks[0][end - nbytes : end] if blocks else EMPTY for nbytes, end in zip(staged, ends)]
+            runs = [self._runs(item, room) for item, room in zip(items, rooms)]
+            self._recorder.add(copied=sum(staged))
             return self._library.store.batch_put_from_multi_buffers(
                 [item.key for item in items],
                 [[address for address, _ in run] for run in runs],
                 [[nbytes for _, nbytes in run] for run in runs],
                 self._library.grouped([item.group or item.key for item in items]),
             )
+
+    def _runs(self, item: Item, room: Bytes) -> list[tuple[int, int]]:
+        """Where the object's bytes lie, as (address, bytes); the small pieces are copied to `room`."""
+        runs: list[tuple[int, int]] = []
+        for small, group in groupby(item.pieces, self._is_staged):
+            pieces = list(group)
+            if small:
+                nbytes = sum(piece.nbytes for piece in pieces)
+                pieces, room = [np.concatenate(pieces, out=room[:nbytes])], room[nbytes:]
+            for piece in pieces:
+                extend(runs, piece)
+        return [part for run in runs for part in sliced(*run)]
 
     def _is_staged(self, piece: Bytes) -> bool:
         return self._from is None or piece.nbytes < self._from
