@@ -1,4 +1,4 @@
-"""`bench ops`, `bench model` and `bench cache`: the benchmarks beside the package in a checkout."""
+"""`bench ops`, `bench model`, `bench cache` and `bench transfer`: the benchmarks beside the package in a checkout."""
 
 from __future__ import annotations
 
@@ -71,3 +71,9 @@ def cache(
     given = {"budget_gb": [*(budget_gb or ()), *(more or ())], "state": state, "policy": policy}
     chosen = {name: values for name, values in given.items() if values}
     _run("cache", json, trace=trace, checkpoint_bytes=checkpoint_bytes, plot=plot, **chosen)
+
+
+@bench.command()
+def transfer(json: Json = None, quick: Quick = False) -> None:
+    """Move checkpoints through every store, beside plain copies and Mooncake's own calls."""
+    _run("transfer", json, quick=quick)
