@@ -23,7 +23,7 @@ from transfer.mooncake.local import LocalMooncake
 
 NAMESPACE = "benchmark"
 TIMEOUT_S = 120.0
-SHARDS = 7  # a seventh of K3's heads is about 64 MB
+SHARDS = 7  # about 64 MB of K3 a shard
 LEASE_MS = 2000  # longer than any read here
 ROOM = 3 << 30  # bytes of each store
 BARE = "bare mooncake"
@@ -56,19 +56,24 @@ class Sample(NamedTuple):
         return np.concatenate([array.reshape(-1).view(np.uint8) for array in self.arrays.values()])
 
 
-def sample(name: str, config: ModelConfig, shards: int = 1) -> Sample:
-    """The states of a model's KDA layers, or of one in `shards` parts of its heads, with random bytes."""
+def shapes(config: ModelConfig, shards: int = 1) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and dtype of the states of a model's KDA layers by leaf, or of one in `shards` parts of its heads."""
     heads, value_heads = config.kda_num_heads // shards, config.kda_value_heads // shards
-    width, value_width = config.kda_head_dim, config.kda_value_dim
-    channels = 2 * heads * width + value_heads * value_width
-    rng, arrays = np.random.default_rng(0), {}
-    for i, kind in enumerate(config.layers):
-        if kind == "kda":
-            shape = (1, value_heads, width, value_width)
-            arrays[f"layers.{i}.recurrent"] = rng.standard_normal(shape, np.float32)
-            window = rng.standard_normal((1, config.conv_size - 1, channels), np.float32)
-            arrays[f"layers.{i}.conv"] = window.astype(ml_dtypes.bfloat16)
-    return Sample(name, arrays)
+    channels = 2 * heads * config.kda_head_dim + value_heads * config.kda_value_dim
+    recurrent = (1, value_heads, config.kda_head_dim, config.kda_value_dim), np.dtype(np.float32)
+    conv = (1, config.conv_size - 1, channels), np.dtype(ml_dtypes.bfloat16)
+    layers = [i for i, kind in enumerate(config.layers) if kind == "kda"]
+    by_kind = {"recurrent": recurrent, "conv": conv}
+    return {f"layers.{i}.{kind}": leaf for i in layers for kind, leaf in by_kind.items()}
+
+
+def sample(name: str, config: ModelConfig, shards: int = 1) -> Sample:
+    """A checkpoint of these shapes, with random numbers."""
+    rng = np.random.default_rng(0)
+    leaves = shapes(config, shards).items()
+    return Sample(
+        name, {leaf: rng.standard_normal(shape, np.float32).astype(dtype) for leaf, (shape, dtype) in leaves}
+    )
 
 
 def samples(quick: bool) -> list[Sample]:
@@ -208,7 +213,9 @@ def main(json: Path | None = None, quick: bool = False) -> dict[str, Any]:
     with report.progress(console) as log, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         log("starting Mooncake")
-        mooncake = stack.enter_context(LocalMooncake(segment_bytes=ROOM, lease_ms=LEASE_MS))
+        mooncake = stack.enter_context(
+            LocalMooncake(segment_bytes=ROOM, lease_ms=LEASE_MS // 10 if quick else LEASE_MS)
+        )
         library = connect(MooncakeSettings(master=mooncake.address))
         stack.callback(disconnect, library)
         stores = {

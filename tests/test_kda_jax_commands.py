@@ -56,6 +56,7 @@ MISTAKES = [
     ("no_path_info", nothing, "info nowhere", ["no such path: nowhere", "kimi_k3"]),
     ("no_path_convert", nothing, "convert nowhere out", ["no such path: nowhere"]),
     ("no_path_demo", nothing, "demo --model nowhere", ["no model at nowhere"]),
+    ("no_store_demo", nothing, "demo --store tape", ["'tape' is no kind of store", "disk or mooncake"]),
     ("no_state", nothing, "generate MODEL --token-ids 1 --resume nowhere", ["nowhere"]),
     ("other_model", lambda f: edit_config(f, model_type="llama"), "generate MODEL --token-ids 1", ["llama"]),
     ("other_model_info", lambda f: edit_config(f, model_type="llama"), "info MODEL", ["llama"]),
@@ -223,8 +224,16 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.optimised
-def test_demo_resumes_to_the_bit(byte_model: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["demo", "--model", str(byte_model), "--source", str(source), "--new-tokens", "5"]) == 0
+@pytest.mark.parametrize("store", ["disk", "mooncake"])
+def test_demo_resumes_to_the_bit(
+    byte_model: Path, source: Path, store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if store == "mooncake":
+        pytest.importorskip("mooncake.store", reason="Mooncake's library is not there", exc_type=ImportError)
+    chosen = ["--store", store] if store != "disk" else []  # the default
+    assert (
+        run(["demo", "--model", str(byte_model), "--source", str(source), "--new-tokens", "5", *chosen]) == 0
+    )
     out = capsys.readouterr().out
     assert out.count(" yes ") == 3 and " NO " not in out
     assert out.count("│ this ") == 2
@@ -239,7 +248,7 @@ def test_demo_fails_when_one_bit_differs(
     tokens = np.zeros(2, np.int32)
 
     def compare(
-        model: object, folder: Path, prompt: list[int], found: list[forks.Fork], new_tokens: int
+        model: object, folder: Path, prompt: list[int], found: list[forks.Fork], new_tokens: int, store: str
     ) -> list:
         right, wrong = forks.Run(logits, tokens, 1.0), forks.Run(other, tokens, 1.0)
         return [forks.Row(fork, right, wrong if fork is found[1] else right, 1, "here") for fork in found]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_kda_jax_engine import state_of
 
 from cache import Broken, Holder, InMemory, KeyChain, Limits, Namespace, Store, Tier, demote, load
 from cache.retention import policy
@@ -14,7 +15,6 @@ from cache.retention.protocol import Kind
 from kda_jax.engine import ObjectStorage, Shared, cut, join
 from kda_jax.state import KDAState, MLAState, ModelState
 from same_state import assert_same_state
-from test_kda_jax_engine import state_of
 from transfer import DiskObjects, MemoryObjects, Miss, Objects
 
 NAMESPACE = Namespace(weights=b"weights", tokenizer=b"bytes").digest()
