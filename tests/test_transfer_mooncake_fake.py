@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from itertools import pairwise
 from time import monotonic
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 from mooncake_fake import FakeStore, Open, codes, item, opening, outcomes, random_bytes
 from transfer import Item, Put, Read
 from transfer.mooncake import call
-from transfer.mooncake.puts import SLICE, STRAIGHT, extend, sliced
+from transfer.mooncake.puts import STRAIGHT, extend
 
 SOON, LONG = 0.15, 20.0
 MIB = 2**20
@@ -207,7 +206,6 @@ def test_pieces_of_all_sizes_arrive_in_order(store: FakeStore, opened: Open, pro
     assert store.groups == {"k0": "k0", "k1": "one", "k2": "one"}
     copied = sum(SIZES) if store.rdma else sum(n for n in SIZES if n < STRAIGHT)
     assert objects.counters().copied == 3 * copied
-    assert max(nbytes for _, nbytes in store.sources) < 2 * SLICE
 
 
 def test_a_version_without_groups_gets_none(store: FakeStore, opened: Open) -> None:
@@ -215,17 +213,11 @@ def test_a_version_without_groups_gets_none(store: FakeStore, opened: Open) -> N
     assert store.groups == {"k": ""}
 
 
-def test_runs_join_where_they_touch_and_are_cut_to_slices() -> None:
-    whole = random_bytes(1000)
-    runs: list[tuple[int, int]] = []
+def test_runs_join_where_they_touch() -> None:
+    whole, runs = random_bytes(1000), []
     for start, end in ((0, 10), (10, 10), (10, 30), (31, 40), (40, 50)):
         extend(runs, whole[start:end])
-    at = whole.ctypes.data
-    assert runs == [(at, 30), (at + 31, 19)]
-    slices = list(sliced(at, 5 * SLICE + 3))
-    assert len(slices) == 5 and slices[0][0] == at and sum(n for _, n in slices) == 5 * SLICE + 3
-    assert all(a + n == b for (a, n), (b, _) in pairwise(slices))
-    assert list(sliced(at, 1)) == [(at, 1)]
+    assert runs == [(whole.ctypes.data, 30), (whole.ctypes.data + 31, 19)]
 
 
 def test_a_library_call_has_no_more_than_a_batch(
