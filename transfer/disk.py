@@ -27,8 +27,8 @@ class DiskObjects(LocalObjects):
     did; `transfer.fetch` finds other changes.
 
     The budget is kept at every instant, by the lengths of all files with what is being written; names, directories and
-    what is dropped while it is being read are not counted. Without room on the disk itself a put is `Put.FULL`. A call looks at the clock every 16 MiB: a disk
-    that does not answer holds it up.
+    what is dropped while it is being read are not counted. Without room on the disk itself a put is `Put.FULL`. A call
+    looks at the clock every 16 MiB: a disk that does not answer holds it up.
 
     One process at a time has a folder, with any number of threads. The lock ends with the process; a process forked
     from this one, that goes on without exec, holds it too.

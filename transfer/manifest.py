@@ -170,8 +170,8 @@ def decode(raw: np.ndarray) -> Manifest:
 
 def _manifest(content: Any) -> Manifest:
     """From JSON. Raises ValueError, KeyError or TypeError."""
-    parent = content["parent"]
-    about = About(_of(str, content["namespace"]), _size(content["boundary"]), parent and _of(str, parent))
+    parent = None if content["parent"] is None else _of(str, content["parent"])
+    about = About(_of(str, content["namespace"]), _size(content["boundary"]), parent)
     leaves = tuple(_leaf(leaf) for leaf in _of(list, content["leaves"]))
     _check_layout(leaves)
     if len({leaf.name for leaf in leaves}) != len(leaves):
@@ -216,5 +216,5 @@ def _of(kind: type, value: Any) -> Any:
 
 def _size(value: Any) -> int:
     if not 0 <= _of(int, value) <= LARGEST:
-        raise ValueError(f"{value:.3g} is no size")
+        raise ValueError("a size below 0 or beyond what there is")
     return value
