@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from transfer import About, MemoryObjects, Miss, Objects, Put, Read, Recorder, fetch, publish, withdraw
-from transfer.manifest import HEADER, Leaf, Segment, decode, parts_of
+from transfer.manifest import BODY, HEADER, MAGIC, Leaf, Segment, decode, parts_of, signed
 from transfer_site import (
     MIB,
     STORES,
@@ -25,7 +25,6 @@ from transfer_site import (
     random_array,
     read,
     replace,
-    signed,
     wait,
 )
 
@@ -225,10 +224,10 @@ def test_a_leaf_does_not_need_the_parts_of_others(objects: Objects, damage: Call
 
 
 MANIFESTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "another version": (lambda raw: signed(raw[HEADER.size :], version=2), "version"),
+    "another version": (lambda raw: signed(raw[BODY:], version=2), "version"),
     "not JSON": (lambda raw: signed(b"\x80 not json"), "damaged manifest"),
     "empty": (lambda raw: signed(b"{}"), "damaged manifest"),
-    "a body of 1 GiB": (lambda raw: HEADER.pack(b"kdajaxCP", 1, GIB, bytes(16)), "damaged manifest"),
+    "a body of 1 GiB": (lambda raw: HEADER.pack(MAGIC, 1, GIB) + bytes(16), "damaged manifest"),
 }
 
 

@@ -11,12 +11,11 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-import xxhash
 from numpy.typing import NDArray
 
 from transfer import Bytes, Counters, DiskObjects, Item, MemoryObjects, Objects, Put, Read
 from transfer.dtypes import DTYPES
-from transfer.manifest import HEADER, MAGIC, VERSION
+from transfer.manifest import BODY, signed
 
 MIB = 2**20
 TIMEOUT = 20.0
@@ -74,14 +73,12 @@ def replace(objects: Objects, key: str, data: bytes, group: str | None) -> None:
         assert objects.put([item(key, data, group)], TIMEOUT) == [Put.STORED]
 
 
-def signed(body: bytes, magic: bytes = MAGIC, version: int = VERSION) -> bytes:
-    """A manifest of any body, whose header is right."""
-    return HEADER.pack(magic, version, len(body), xxhash.xxh3_128_digest(body)) + body
-
-
 def edited(manifest: bytes, edit: Callable[[Any], Any]) -> bytes:
-    """A manifest with another content; `edit` changes the JSON value in place and returns None, or another one."""
-    value = json.loads(manifest[HEADER.size :])
+    """A manifest with another content, and the digest of that.
+
+    `edit` changes the JSON value in place and returns None, or returns another one.
+    """
+    value = json.loads(manifest[BODY:])
     other = edit(value)
     return signed(json.dumps(value if other is None else other).encode())
 

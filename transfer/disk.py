@@ -154,7 +154,8 @@ class Folder:
             os.close(self._fds.pop())
 
     def _lock(self, path: Path, root: int) -> None:
-        fd = self._keep(os.open("lock", os.O_RDWR | os.O_CREAT, 0o666, dir_fd=root))
+        # not open for writing, so that the file system can become read-only
+        fd = self._keep(os.open("lock", os.O_RDONLY | os.O_CREAT, 0o666, dir_fd=root))
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -163,8 +164,8 @@ class Folder:
                 f"{path} is in use by process {holder}, and one process at a time can have it; end that one, or give"
                 " another folder"
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        with open(os.open("lock", os.O_WRONLY | os.O_TRUNC, dir_fd=root), "w") as file:
+            file.write(f"{os.getpid()}\n")
 
     def _subfolder(self, root: int, name: str) -> int:
         with suppress(FileExistsError):
