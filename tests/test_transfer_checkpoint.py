@@ -140,6 +140,26 @@ def test_an_object_that_is_not_stored_leaves_nothing_behind(which: int, put: Put
     assert objects.contains(keys, TIMEOUT) == [False] * 5
 
 
+def test_a_damaged_part_that_stays_is_no_other_checkpoint() -> None:
+    objects = Watched(MemoryObjects())
+    put_in(objects)
+    for key in keys_of(objects)[:-1]:
+        objects.fails = {f"put {key}": Put.CONFLICT, f"remove {key}": False}
+        assert put_in(objects) is Put.FAILED
+        objects.fails = {f"put {key}": Put.CONFLICT}
+        assert put_in(objects) is Put.FAILED
+        objects.fails = {}
+        assert put_in(objects).there and outcome(objects) == "hit"
+
+
+def test_a_manifest_that_may_come_late_keeps_its_parts() -> None:
+    objects = Watched(MemoryObjects())
+    objects.fails = {"put n": Put.LATE}
+    assert put_in(objects) is Put.LATE
+    parts = [one.key for operation, what in objects.calls if operation == "put" for one in what][:-1]
+    assert len(parts) == 4 and all(objects.contains(parts, TIMEOUT))
+
+
 def test_a_failing_put_takes_nothing_from_an_equal_checkpoint() -> None:
     objects = Watched(MemoryObjects())
     put_in(objects)
