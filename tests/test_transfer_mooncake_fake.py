@@ -12,6 +12,7 @@ import pytest
 from mooncake_fake import FakeStore, Open, codes, item, opening, outcomes, random_bytes
 from transfer import Item, Put, Read
 from transfer.mooncake import call
+from transfer.mooncake.codes import outcome
 from transfer.mooncake.puts import STRAIGHT, extend
 
 SOON, LONG = 0.15, 20.0
@@ -73,7 +74,9 @@ def test_a_put_that_cannot_be_probed_or_verified_has_failed(
     store: FakeStore, opened: Open, method: str, code: int
 ) -> None:
     store.codes[method] = codes(code)
-    assert opened().put([item("a"), item("b")], LONG) == [Put.FAILED, Put.STORED]
+    objects = opened()
+    assert objects.put([item("a"), item("b")], LONG) == [Put.FAILED, Put.STORED]
+    assert outcomes(objects.counters(), "put") == {outcome(code): 1, "stored": 1}
 
 
 def test_a_put_that_was_swallowed_is_no_put(store: FakeStore, opened: Open) -> None:
@@ -253,6 +256,13 @@ def test_what_is_read_is_the_callers_alone(store: FakeStore, opened: Open, nbyte
         (other,) = objects.get([Read("b")], LONG)
         assert other is not None and other.tobytes() == store.values["b"]
     assert kept.tobytes() == store.values["a"][nbytes // 2 :]
+
+
+def test_small_values_hold_no_memory_of_the_adapters(store: FakeStore, opened: Open) -> None:
+    objects = opened()
+    objects.put([item()], LONG)
+    values = [objects.get([Read("k")], LONG) for _ in range(10)]
+    assert len(store.registered) == 1 and len(values) == 10
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,8 @@ def connect(settings: MooncakeSettings) -> Library:
         )
         if code:
             raise Unavailable(
-                f"Mooncake's setup gave {code} for {settings}; its log is on stderr"
-                " (set MC_LOG_LEVEL=INFO before the start for more)"
+                f"Mooncake's setup gave {code}: what listens at {settings.master} is no master or does not answer,"
+                f" or this machine cannot do what {settings} asks; MC_LOG_LEVEL=INFO in the environment says more"
             )
         _opened = settings
     return Library(store, module.ReplicateConfig)
