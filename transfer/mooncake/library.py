@@ -76,8 +76,8 @@ def connect(settings: MooncakeSettings) -> Library:
                 f"this process has a Mooncake store already, with {_opened};"
                 " share that MooncakeObjects, or close it first"
             )
-        _reach(settings)
         module = load(settings)
+        _reach(settings)
         store = module.MooncakeDistributedStore()
         code = store.setup(
             settings.hostname,
