@@ -72,9 +72,9 @@ def publish(
         items = [Item(key, part, name) for key, part in zip(manifest.part_keys(name), parts)]
         last = Item(name, [encode(manifest)], name)
         puts = _put_parts(objects, items, until)
-        put = next((put for put in puts if not put.there), None) or _put_manifest(objects, last, until)
-        if not put.there:
-            own = [item.key for item, put in zip(items, puts) if put is Put.STORED]
+        put = next((one for one in puts if not one.there), None) or _put_manifest(objects, last, until)
+        if not put.there and put is not Put.LATE:
+            own = [item.key for item, one in zip(items, puts) if one is Put.STORED]
             _take_back(objects, name, own, there=put is Put.CONFLICT, until=until)
         ended.append((put.value, last.nbytes + sum(item.nbytes for item in items)))
         return put
@@ -133,10 +133,13 @@ def _put_parts(objects: Objects, items: Sequence[Item], until: float) -> list[Pu
     """Stores the parts. One that is there with another size is damaged, as its key has its content in it: it goes."""
     puts = _put(objects, items, until)
     damaged = [item for item, put in zip(items, puts) if put is Put.CONFLICT]
-    if not damaged or not all(_remove(objects, [item.key for item in damaged], until)):
+    if not damaged:
         return puts
-    again = dict(zip([item.key for item in damaged], _put(objects, damaged, until)))
-    return [again.get(item.key, put) for item, put in zip(items, puts)]
+    again = [Put.FAILED] * len(damaged)
+    if all(_remove(objects, [item.key for item in damaged], until)):
+        again = [Put.FAILED if put is Put.CONFLICT else put for put in _put(objects, damaged, until)]
+    renewed = iter(again)
+    return [next(renewed) if put is Put.CONFLICT else put for put in puts]
 
 
 def _put_manifest(objects: Objects, item: Item, until: float) -> Put:

@@ -27,8 +27,8 @@ class DiskObjects(LocalObjects):
     did; `transfer.fetch` finds other changes.
 
     The budget is kept at every instant, by the lengths of all files with what is being written; names, directories and
-    what is dropped while it is being read are not counted. Without room on the disk itself a put is `Put.FULL`. A call looks at the clock every 16 MiB: a disk
-    that does not answer holds it up.
+    what is dropped while it is being read are not counted. Without room on the disk itself a put is `Put.FULL`. A call
+    looks at the clock every 16 MiB: a disk that does not answer holds it up.
 
     One process at a time has a folder, with any number of threads. The lock ends with the process; a process forked
     from this one, that goes on without exec, holds it too.
@@ -154,7 +154,8 @@ class Folder:
             os.close(self._fds.pop())
 
     def _lock(self, path: Path, root: int) -> None:
-        fd = self._keep(os.open("lock", os.O_RDWR | os.O_CREAT, 0o666, dir_fd=root))
+        # not open for writing, so that the file system can become read-only
+        fd = self._keep(os.open("lock", os.O_RDONLY | os.O_CREAT, 0o666, dir_fd=root))
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -163,8 +164,8 @@ class Folder:
                 f"{path} is in use by process {holder}, and one process at a time can have it; end that one, or give"
                 " another folder"
             ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        with open(os.open("lock", os.O_WRONLY | os.O_TRUNC, dir_fd=root), "w") as file:
+            file.write(f"{os.getpid()}\n")
 
     def _subfolder(self, root: int, name: str) -> int:
         with suppress(FileExistsError):

@@ -76,8 +76,8 @@ def connect(settings: MooncakeSettings) -> Library:
                 f"this process has a Mooncake store already, with {_opened};"
                 " share that MooncakeObjects, or close it first"
             )
+        module = load(settings)
         _reach(settings)
-        module = _load(settings)
         store = module.MooncakeDistributedStore()
         code = store.setup(
             settings.hostname,
@@ -90,8 +90,8 @@ def connect(settings: MooncakeSettings) -> Library:
         )
         if code:
             raise Unavailable(
-                f"Mooncake's setup gave {code} for {settings}; its log is on stderr"
-                " (set MC_LOG_LEVEL=INFO before the start for more)"
+                f"Mooncake's setup gave {code}: what listens at {settings.master} is no master or does not answer,"
+                f" or this machine cannot do what {settings} asks; MC_LOG_LEVEL=INFO in the environment says more"
             )
         _opened = settings
     return Library(store, module.ReplicateConfig)
@@ -117,9 +117,13 @@ def _reach(settings: MooncakeSettings) -> None:
         ) from error
 
 
-def _load(settings: MooncakeSettings) -> Any:
-    """The module `mooncake.store`, which reads the environment when it is imported."""
-    environment = {
+def load(settings: MooncakeSettings) -> Any:
+    """The module `mooncake.store`, which reads the environment when it is imported; what is set there already stays.
+
+    Raises:
+        Unavailable: it cannot be imported; says what to install.
+    """
+    environment = {  # less talk, and less patience with what does not answer
         "MC_LOG_LEVEL": "ERROR",
         "MC_YLT_LOG_LEVEL": "error",
         "MC_STORE_CLIENT_METRIC": "0",
@@ -129,6 +133,7 @@ def _load(settings: MooncakeSettings) -> Any:
     }
     if settings.protocol == "tcp":
         environment |= {"MC_FORCE_TCP": "1", "MC_TCP_BIND_ADDRESS": settings.hostname}
+        environment |= {"MC_TCP_STATUS_TIMEOUT_SEC": "5"}
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:
