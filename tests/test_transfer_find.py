@@ -16,9 +16,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache import KeyChain, Namespace
-from transfer import Bytes, Counters, Item, Put, Read
-from transfer.find import EARLY, LATER, Found, find
-from transfer.marks import LADDER, LISTED, Ladder, Mark, announce, decode, encode, marks_of, spread
+from transfer import (
+    About,
+    Bytes,
+    Counters,
+    Found,
+    Item,
+    Ladder,
+    MemoryObjects,
+    Put,
+    Read,
+    announce,
+    fetch,
+    find,
+    publish,
+    withdraw,
+)
+from transfer.find import EARLY, LATER
+from transfer.marks import LADDER, LISTED, Mark, decode, encode, marks_of, spread
+from transfer_site import STORES, TIMEOUT, Watched, assert_same, item, random_array
 
 MILLION = 2**20
 SMALL = Ladder(coarse=16, fine=4)
@@ -50,9 +66,9 @@ class Site:
         self.calls = self.asked = self.leased = 0
 
     def put(self, items: Sequence[Item], timeout: float) -> list[Put]:
-        puts = [Put.HELD if item.key in self.values else Put.STORED for item in items]
-        for item in items:
-            self.values.setdefault(item.key, np.concatenate(item.pieces))
+        puts = [Put.HELD if key in self.values else Put.STORED for key, _, _ in items]
+        for key, pieces, _ in items:
+            self.values.setdefault(key, np.concatenate(pieces))
         return puts
 
     def get(self, reads: Sequence[Read], timeout: float) -> list[Bytes | None]:
@@ -244,6 +260,15 @@ def test_siblings_that_leave_everywhere(every: int) -> None:
         assert list(found.boundaries[:1]) == site.all(shared.branch(fork, 0), MILLION - 1)[:1]
 
 
+def test_its_own_coarse_mark_lists_it_below_many_siblings() -> None:
+    """Too many for the probes to look for fine marks where it lies."""
+    site, shared = Site(), Prompt()
+    site.store(shared, 70_016, known=())
+    for number, at in enumerate(range(100_000, 900_000, 10_000), 1):
+        site.store(shared.branch(at, number), at + 500, known=())
+    assert site.find(shared.branch(905_000, 0), MILLION - 1).boundaries == (70_016,)
+
+
 def test_unlisted_among_too_many_siblings_is_a_miss_that_is_told() -> None:
     site, shared = Site(), Prompt()
     for number, at in enumerate(range(1000, 905_000, 500), 1):
@@ -399,6 +424,44 @@ def test_keys_of_a_real_chain() -> None:
     third = np.append(tokens[:1501], [8] * 1000)
     found = find(site, lambda t: start.extend(third[:t]).key.hex(), len(third) - 1, 1.0)
     assert found.boundaries == (1450, 640) and found.complete
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_checkpoint_is_found_and_fetched(request: pytest.FixtureRequest, store: str) -> None:
+    """Through each store, also when the deepest is withdrawn and its marks stay."""
+    prompt, other = Prompt(), Prompt().branch(70_000, 1)
+    arrays = {at: {"state": random_array(at, "float32", (9, 5))} for at in (64_000, 69_999, 90_000)}
+    with Watched(STORES[store](request)) as objects:
+        for at, leaves in arrays.items():
+            assert publish(objects, prompt.key(at), leaves, About("n", at), TIMEOUT) is Put.STORED
+            known = find(objects, prompt.key, at, TIMEOUT).known
+            assert announce(objects, prompt.key, [at], known, TIMEOUT) == [Put.STORED] * 2
+        for deepest in (69_999, 64_000):
+            objects.calls.clear()
+            found = find(objects, other.key, 100_000, TIMEOUT)
+            assert found.boundaries[0] == deepest and len(objects.calls) == 3
+            checkpoint = fetch(objects, other.key(deepest), "n", None, TIMEOUT)
+            assert checkpoint and checkpoint.about.boundary == deepest
+            assert_same(checkpoint.arrays, arrays[deepest])
+            assert withdraw(objects, other.key(deepest), TIMEOUT)
+        assert find(objects, other.key, 100_000, TIMEOUT).boundaries == ()
+        assert find(objects, prompt.key, 100_000, TIMEOUT).boundaries == (90_000,)
+
+
+def test_a_store_that_is_full_loses_the_oldest() -> None:
+    """Marks go with what was used longest ago, and what is found is there."""
+    prompt, ends = Prompt(), range(20_000, 1_000_000, 20_000)
+    with MemoryObjects(budget_nbytes=40_000) as objects:
+        for at in ends:
+            assert objects.put([item(prompt.key(at), bytes(4096))], TIMEOUT) == [Put.STORED]
+            announce(objects, prompt.key, [at], find(objects, prompt.key, at, TIMEOUT).known, TIMEOUT)
+        found = find(objects, prompt.key, MILLION - 1, TIMEOUT)
+        assert found.boundaries[0] == ends[-1] and found.rounds == 3
+        assert all(objects.contains([prompt.key(at) for at in found.boundaries], TIMEOUT))
+        held = [at for at in ends if objects.contains([prompt.key(at)], TIMEOUT) == [True]]
+        assert 1 < len(held) < 10
+        found = find(objects, prompt.key, held[0], TIMEOUT)
+        assert found.boundaries == (held[0],)
 
 
 def test_no_prompt_no_call() -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from time import monotonic
 from typing import NamedTuple
 
@@ -124,9 +125,10 @@ def search(limit: int, probes: int, ladder: Ladder) -> Generator[Question, Answe
         return seen.found()
 
     left, early = probes - len(tops), spread(seen.listed(), EARLY)
-    blocks = [mark for top in full for mark in _marks(fine, top.position, min(top.end - 1, limit))]
-    above = sum(mark.end > max(early, default=0) for mark in blocks)
-    blocks = seen.cut(blocks, min(above, left // 2 - len(early)))
+    most, deepest = left // 2 - len(early), max(early, default=0)
+    lower = (_marks(fine, top.position, min(top.end - 1, limit)) for top in full)
+    blocks = list(islice(chain.from_iterable(lower), most + 1))
+    blocks = seen.cut(blocks, min(most, sum(mark.end > deepest for mark in blocks)))
     answer = yield Question(blocks, early)
     crowds = [mark.boundaries(limit) for mark in seen.read(blocks, answer.lists)]
     seen.test(early, answer.there)
@@ -188,15 +190,16 @@ class _Seen:
         Below the deepest that is listed for sure, only a few, for the case that it is gone.
         """
         firsts = {crowd[-1] for crowd in crowds}  # where a fine mark lies, the place of checkpoints on a grid
-        named = [at for at in sorted(self.sure | self.guessed | firsts, reverse=True) if at > self.hit]
-        deepest = max([self.hit, *(at for at in self.sure if at not in self.tested)])
+        hit = self.hit
+        named = [at for at in sorted(self.sure | self.guessed | firsts, reverse=True) if at > hit]
+        deepest = max([hit, *(at for at in self.sure if at not in self.tested)])
         higher = [at for at in named if at > deepest]
         one_by_one = [[at for at in crowd if at > deepest] for crowd in crowds]
         lower = [at for at in named if at <= deepest and at not in self.tested]
         order = spread(lower, LATER)
         for i, crowd in enumerate(one_by_one or [[]]):
             order += crowd + higher[i * GUESSES : (i + 1) * GUESSES]
-            if not i and not self.hit:  # what is gone costs nothing to ask about, and much is gone
+            if not i and not hit:  # what is gone costs nothing to ask about, and much is gone
                 order += spread(lower, 4 * LATER)
         order += higher
         return [at for at in dict.fromkeys(order) if at not in self.tested]
