@@ -206,9 +206,8 @@ class _Seen:
 
     def found(self, crowds: Sequence[range] = ()) -> Found:
         """What it comes to."""
-        named = (at for at in self.sure | self.guessed if at not in self.tested)
-        one_by_one = (at for crowd in crowds for at in crowd if at not in self.tested)  # deepest first
-        missed = max(max(named, default=0), next(one_by_one, 0), self.cut_off)
+        untested = (at for crowd in crowds for at in crowd if at not in self.tested)  # deepest first
+        missed = max(next(untested, 0), self.cut_off)
         hits = {at for at, there in self.tested.items() if there}
         return Found(
             boundaries=tuple(sorted(hits, reverse=True)),
