@@ -7,7 +7,9 @@ from transfer.checkpoint import Checkpoint, fetch, publish, withdraw
 from transfer.counters import Counters, Operation, Recorder
 from transfer.disk import DiskObjects
 from transfer.errors import Closed, Conflict, TransferError, Unavailable
+from transfer.find import Found, find
 from transfer.manifest import About, Miss
+from transfer.marks import Ladder, Path, announce
 from transfer.memory import MemoryObjects
 from transfer.objects import Bytes, Item, Objects, Put, Read
 
@@ -19,17 +21,22 @@ __all__ = [
     "Conflict",
     "Counters",
     "DiskObjects",
+    "Found",
     "Item",
+    "Ladder",
     "MemoryObjects",
     "Miss",
     "Objects",
     "Operation",
+    "Path",
     "Put",
     "Read",
     "Recorder",
     "TransferError",
     "Unavailable",
+    "announce",
     "fetch",
+    "find",
     "publish",
     "withdraw",
 ]
