@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import numpy as np
 from transfer.pages import Descriptor, MooncakeWire, PageLink, Pool
 
 ROOT = Path(__file__).resolve().parent.parent
+LEASH = ROOT / "transfer" / "mooncake" / "leash.py"
 
 
 class Site:
@@ -108,7 +110,8 @@ class Child:
 
     def __init__(self, environment: dict[str, str], **options: Any) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(options)],
+            # on a leash, since a stopped process would outlive a killed test
+            [sys.executable, str(LEASH), str(os.getpid()), sys.executable, __file__, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

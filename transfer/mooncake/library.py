@@ -118,7 +118,31 @@ def _reach(settings: MooncakeSettings) -> None:
 
 
 def _load(settings: MooncakeSettings) -> Any:
-    """The module `mooncake.store`, which reads the environment when it is imported."""
+    """The module `mooncake.store`."""
+    _environment(settings.hostname, settings.protocol)
+    try:
+        import mooncake.store as module
+    except ImportError as error:
+        raise Unavailable(remedy(error)) from error
+    return module
+
+
+def load_engine(hostname: str, protocol: str) -> Any:
+    """The module `mooncake.engine`.
+
+    Raises:
+        Unavailable: the library is missing or broken.
+    """
+    _environment(hostname, protocol)
+    try:
+        import mooncake.engine as module  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise Unavailable(remedy(error)) from error
+    return module
+
+
+def _environment(hostname: str, protocol: str) -> None:
+    """Sets what the library reads when it is imported, unless the caller has set it."""
     environment = {
         "MC_LOG_LEVEL": "ERROR",
         "MC_YLT_LOG_LEVEL": "error",
@@ -127,15 +151,10 @@ def _load(settings: MooncakeSettings) -> Any:
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_TIMEOUT_MS": "5000",
     }
-    if settings.protocol == "tcp":
-        environment |= {"MC_FORCE_TCP": "1", "MC_TCP_BIND_ADDRESS": settings.hostname}
+    if protocol == "tcp":
+        environment |= {"MC_FORCE_TCP": "1", "MC_TCP_BIND_ADDRESS": hostname}
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    try:
-        import mooncake.store as module
-    except ImportError as error:
-        raise Unavailable(remedy(error)) from error
-    return module
 
 
 def remedy(error: ImportError) -> str:

@@ -1,8 +1,9 @@
 """Mooncake's TransferEngine as a wire: one-sided writes over TCP or RDMA.
 
-What the library does shapes this file (0.3.13, TCP): a blocking batch that fails or times out returns while its other
-writes go on, so every run is submitted by itself and asked about until it has ended; a stopped peer blocks a read for
-30 s; a notice that goes with a read is delivered when the read was answered.
+What the library does shapes this file (0.3.13, TCP). Its blocking calls keep a core busy, for 30 s if a peer is
+stopped; one for many pieces returns at the first failure or time-out while the other pieces are still written. So every
+piece is submitted by itself and asked about until it has ended. A notice exists only with a blocking call: it goes with
+a small read, after the peer has just answered, and is delivered when that was answered too.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from typing import Any
 import numpy as np
 
 from transfer.errors import Closed, Unavailable
+from transfer.mooncake.library import load_engine
 from transfer.objects import Bytes
 from transfer.pages.inbox import News, Notice
 from transfer.pages.outcome import Outcome
 from transfer.pages.wire import CONTROL_NBYTES, Order, control_bytes
 
-PACKAGE = "mooncake-transfer-engine-non-cuda>=0.3.13.post1"
 NOTICE = "kda-jax pages 1"
 """The name of our notices and the version of what they say; an engine may carry others."""
-PUSHES = 64
+PUSHES = 32
 """Pushes in the library at once."""
 WINDOW = 8
 """Runs of one push that are submitted at once. After a failure or the deadline nothing more is."""
 NOTICE_TRIES, NOTICE_PAUSE_S = 10, 1.0
 CLOSING_S = 2.0
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 1e-3
-ENDED, BROKEN = 1, -1
-"""What `transfer_check_status` says of a run that has ended; anything else is under way."""
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 2e-2
+ARRIVED, BROKEN = 1, -1
+"""What `transfer_check_status` says of a piece that has ended; anything else is under way."""
 
 
 class _Push:
@@ -77,10 +78,7 @@ class MooncakeWire:
         Raises:
             Unavailable: the library is missing or did not start.
         """
-        try:
-            from mooncake import engine
-        except ImportError as error:
-            raise Unavailable(f"pages need Mooncake ({error}); pip install '{PACKAGE}'") from error
+        engine = load_engine(host, protocol)
         self._library: Any = engine
         self._engine: Any = engine.TransferEngine()
         if code := self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
@@ -149,11 +147,8 @@ class MooncakeWire:
     def _carry(self, engine: Any, push: _Push) -> None:
         try:
             news = self._move(engine, push)
-            for _ in range(NOTICE_TRIES if news else 0):
-                if self._ask(engine, push.order, news) is not Outcome.UNREACHABLE:
-                    break
-                if self._closing.wait(NOTICE_PAUSE_S):
-                    break
+            if news is not None:
+                self._insist(engine, push.order, news)
         finally:
             self._room.release()
             with self._lock:
@@ -162,34 +157,53 @@ class MooncakeWire:
     def _move(self, engine: Any, push: _Push) -> News | None:
         """Moves the bytes and gives the caller its outcome; returns what the peer must still be told."""
         order = push.order
-        refused = self._ask(engine, order, None)
+        refused = self._ask(engine, order)
         if refused is not None:
             order.returned()
             return None if push.settle(refused) is refused else News.VOID
         news = _write(engine, push)
         order.returned()
         if news is News.WHOLE and push.wanted:
-            told = self._ask(engine, order, news) is None
+            told = self._tell(engine, order, news) is None
             push.settle(Outcome.DONE if told else Outcome.FAILED)
             return None if told else News.VOID
         push.settle(Outcome.FAILED)
         return News.VOID if news is News.WHOLE else news
 
-    def _ask(self, engine: Any, order: Order, news: News | None) -> Outcome | None:
-        """Reads the peer's control bytes, and with them gives a notice; why that failed, if it did."""
-        peer = order.descriptor
-        slot = self._slot(engine)
-        read: list[Any] = [peer.address, slot.ctypes.data, peer.control, slot.nbytes]
-        if news is None:
-            code = engine.transfer_sync_read(*read)
-        else:
-            notify = self._library.TransferNotify(NOTICE, f"{peer.epoch} {order.attempt} {news.value}")
-            code = engine.transfer_sync(*read, self._library.TransferOpcode.Read, notify)
-        if code:
+    def _insist(self, engine: Any, order: Order, news: News) -> None:
+        """Gives the peer a notice, as soon as it answers again."""
+        for _ in range(NOTICE_TRIES):
+            answer = self._ask(engine, order)
+            if answer is None:
+                answer = self._tell(engine, order, news)
+            if answer is not Outcome.UNREACHABLE or self._closing.wait(NOTICE_PAUSE_S):
+                return
+
+    def _ask(self, engine: Any, order: Order) -> Outcome | None:
+        """Whether the descriptor's start of the peer answers: None, or why the push is refused."""
+        peer, slot = order.descriptor, self._slot(engine)
+        batch = engine.batch_transfer_async_read(
+            peer.address, [slot.ctypes.data], [peer.control], [slot.nbytes]
+        )
+        return self._answer(order, slot, _submitted(batch) and _ended(engine, batch))
+
+    def _tell(self, engine: Any, order: Order, news: News) -> Outcome | None:
+        """Gives the peer a notice; as `_ask`."""
+        peer, slot = order.descriptor, self._slot(engine)
+        notify = self._library.TransferNotify(NOTICE, f"{peer.epoch} {order.attempt} {news.value}")
+        code = engine.transfer_sync(
+            *(peer.address, slot.ctypes.data, peer.control, slot.nbytes),
+            self._library.TransferOpcode.Read,
+            notify,
+        )
+        return self._answer(order, slot, code == 0)
+
+    def _answer(self, order: Order, slot: Bytes, came: bool) -> Outcome | None:
+        if not came:
             return (
                 Outcome.UNREACHABLE
-            )  # the slot is not used again: the library may have left the read behind
-        known = bool((slot == control_bytes(peer.epoch)).all())
+            )  # the slot is not used again: a blocking call may have left its read behind
+        known = bool((slot == control_bytes(order.descriptor.epoch)).all())
         self._slots.put(slot)
         return None if known else Outcome.STALE
 
@@ -209,32 +223,35 @@ class MooncakeWire:
             return self._slots.get()
 
 
+def _submitted(batch: int) -> bool:
+    """Whether the library took it: it may only be asked about those."""
+    return 0 < batch < 1 << 63
+
+
+def _ended(engine: Any, batch: int) -> bool:
+    """Waits until one submitted piece has ended, however long; whether it arrived. It is never asked about again."""
+    start = monotonic()
+    while (status := engine.transfer_check_status(batch)) not in (ARRIVED, BROKEN):
+        sleep(max(SHORTEST_PAUSE_S, min((monotonic() - start) / 16, LONGEST_PAUSE_S)))
+    return status == ARRIVED
+
+
 def _write(engine: Any, push: _Push) -> News:
     """Writes all runs, or as many as the deadline and failures allow; returns when the library has ended with them."""
     order = push.order
     waiting = deque(zip(order.sources, order.targets))
     submitted: deque[int] = deque()
     broken = False
-    pause = SHORTEST_PAUSE_S
     while submitted or (waiting and push.wanted and not broken):
         while waiting and len(submitted) < WINDOW and push.wanted and not broken:
             source, target = waiting.popleft()
             batch = engine.transfer_submit_write(
                 order.descriptor.address, source.ctypes.data, target, source.nbytes
             )
-            if 0 < batch < 1 << 63:
+            if _submitted(batch):
                 submitted.append(batch)
             else:
                 broken = True
-        if not submitted:
-            break
-        # asked about until it has ended, and never again: the library frees it then
-        status = engine.transfer_check_status(submitted[0])
-        if status in (ENDED, BROKEN):
-            submitted.popleft()
-            broken = broken or status == BROKEN
-            pause = SHORTEST_PAUSE_S
-        else:
-            sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+        if submitted and not _ended(engine, submitted.popleft()):
+            broken = True
     return News.BROKEN if broken else News.VOID if waiting else News.WHOLE
