@@ -314,6 +314,16 @@ def test_wrong_use_raises(local: list[int], remote: list[int], timeout: float, m
         sender.push(receiver.descriptor(), receiver.open([1, 2]), local, remote, timeout)
 
 
+def test_an_abandoned_attempt_is_never_whole(pair: Any) -> None:
+    sender, receiver = pair
+    attempt = receiver.open([1])
+    receiver.abandon(attempt)
+    assert receiver.poll() == []
+    assert receiver.held() == [1]
+    assert sender.push(receiver.descriptor(), attempt, [1], [1], TIMEOUT_S) == "done"
+    assert receiver.poll() == [[attempt, [1], "free"]]
+
+
 def test_an_attempt_is_pushed_once() -> None:
     _, sender, receiver = two()
     attempt = receiver.open([1])
@@ -455,6 +465,7 @@ def test_a_stopped_receiver_is_late_and_its_pages_wait_for_the_library(processes
     assert outcomes == ["late"] * 31 + ["busy"]
     os.kill(receiver.process.pid, signal.SIGCONT)
     assert changes(processes, receiver, "free") == [[attempt, ALL, "failed"], [attempt, ALL, "free"]]
+    assert receiver.filled(9) < len(ALL)  # nothing was begun after the deadline
     receiver.fill(ALL, 5)
     time.sleep(0.3)
     assert receiver.values() == [5]  # nothing came after "free"
@@ -472,7 +483,8 @@ def test_bytes_that_the_network_had_come_before_the_pages_are_free(processes: Mo
     assert sender.end() == "failed"
     assert sender.lent() == []
     os.kill(receiver.process.pid, signal.SIGCONT)
-    assert [kind for _, _, kind in changes(processes, receiver, "free")] == ["failed", "free"]
+    assert [kind for _, _, kind in changes(processes, receiver, "failed")] == ["failed"]  # they rest first
+    assert [kind for _, _, kind in changes(processes, receiver, "free")] == ["free"]
     receiver.fill(ALL, 5)
     time.sleep(0.3)
     assert receiver.values() == [5]
@@ -553,17 +565,48 @@ def test_a_lost_notice_is_found_by_asking_the_sender() -> None:
     assert changes(world, receiver, "free") == [[attempt, [8], "free"]]
 
 
-def test_a_receiver_that_ends_half_way_is_a_failure_and_its_successor_is_not_written_to() -> None:
+def test_pages_whose_sender_is_gone_rest_before_they_are_free() -> None:
+    world, sender, receiver = two(Fault(cut=0.5, tail=0.9 * SETTLE_S, lose=True))
+    attempt = receiver.open([8])
+    assert sender.push(receiver.descriptor(), attempt, [1], [8], 1.0) == "failed"
+    receiver.gone(attempt)
+    assert receiver.poll() == [[attempt, [8], "failed"]]
+    assert changes(world, receiver, "free") == [[attempt, [8], "free"]]
+    assert receiver.page(8) == sender.page(1)  # the tail had come by then
+
+
+def test_a_receiver_that_ends_half_way_is_a_failure() -> None:
     world, sender, receiver = two(Fault(slow=2.0, kill=True))
+    assert sender.push(receiver.descriptor(), receiver.open([8, 9]), [1, 2], [8, 9], 5.0) == "failed"
+    assert sender.running() == []
+    assert world.network.now == 2.0
+
+
+def test_a_successor_is_not_written_to() -> None:
+    world, sender, receiver = two(Fault(slow=2.0))
     descriptor, attempt = receiver.descriptor(), receiver.open([8, 9])
-    assert sender.push(descriptor, attempt, [1, 2], [8, 9], 5.0) == "failed"
-    receiver = world.site("decode", receiver.link.descriptor.address, seed=3)
+    assert sender.push(descriptor, attempt, [1, 2], [8, 9], 0.9) == "late"
+    world.kill(receiver)
+    # its address and its memory are those of the one that ended
+    wire = LoopbackWire(world.network, receiver.link.descriptor.address)
+    receiver = Site(
+        PageLink(receiver.pool, "decode", receiver.link.descriptor.epoch + 1, wire), receiver.pool
+    )
     before = receiver.pages(ALL[:PAGES])
     assert receiver.open([8, 9]) == attempt  # numbers begin again, epochs do not
+    assert sender.running() != []
     world.sleep(5.0)
-    assert sender.push(descriptor, 2, [1], [8], 5.0) in ("unreachable", "stale")
-    assert receiver.poll() == []
+    assert sender.push(descriptor, 2, [1], [8], 5.0) == "unreachable"
+    assert receiver.poll() == sender.running() == []
     assert receiver.pages(ALL[:PAGES]) == before
+
+
+def test_a_late_push_is_never_whole() -> None:
+    world, sender, receiver = two(Fault(slow=3.0))
+    attempt = receiver.open([8, 9])
+    assert sender.push(receiver.descriptor(), attempt, [1, 2], [8, 9], 1.0) == "late"
+    world.sleep(3.0)
+    assert receiver.poll() == [[attempt, [8, 9], "failed"], [attempt, [8, 9], "free"]]
 
 
 def history(seed: int) -> list[Any]:
@@ -579,12 +622,13 @@ def history(seed: int) -> list[Any]:
     old, trace = [receiver.descriptor()], []
     kept: dict[int, str] = {}  # what pages hold that nobody outside may write to
     pushed: dict[int, list[str]] = {}
+    abandoned: set[int] = set()
 
     def look() -> None:
         for attempt, pages, kind in receiver.poll():
             trace.append((round(world.network.now, 6), attempt, kind))
             if kind == "whole":
-                assert receiver.pages(pages) == pushed[attempt]
+                assert receiver.pages(pages) == pushed[attempt] and attempt not in abandoned
             if kind == "free":
                 receiver.fill(pages, random.randrange(256))
             if kind != "failed":
@@ -612,10 +656,11 @@ def history(seed: int) -> list[Any]:
                 receiver.gone(attempt)
             elif random.random() < 0.3:
                 receiver.abandon(attempt)
+                abandoned.add(attempt)
             if world.network.at(receiver.link.descriptor.address) is None:
                 receiver = world.site("decode", receiver.link.descriptor.address, seed=seed + 9, **size)
                 old.append(receiver.descriptor())
-                pushed, kept = {}, dict(enumerate(receiver.pages(list(range(6)))))
+                pushed, abandoned, kept = {}, set(), dict(enumerate(receiver.pages(list(range(6)))))
         look()
         world.sleep(random.choice([0.0, 0.05, 0.3]))
         look()

@@ -133,7 +133,11 @@ class MooncakeWire:
         return monotonic()
 
     def close(self) -> None:
-        """As in `Wire`. Waits two seconds for pushes that the library has not ended; the engine stops with the last."""
+        """As in `Wire`, and waits two seconds for pushes that the library has not ended.
+
+        While one goes on after that, the engine goes on too: what a peer had begun to write then is written to its
+        end, and nothing more.
+        """
         self._closing.set()
         end = monotonic() + CLOSING_S
         for thread in list(self._threads):
