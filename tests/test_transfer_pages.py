@@ -304,8 +304,9 @@ def nothing_held(request: pytest.FixtureRequest) -> Iterator[None]:
         ([], [], 1.0, "0 local and 0 remote pages"),
         ([1], [1], 0.0, "timeout=0.0 is not positive"),
         ([1], [1], float("nan"), "timeout=nan is not positive"),
+        ([1], [1], float("inf"), "timeout=inf is not positive and finite"),
     ],
-    ids=["beyond", "negative", "lengths", "none", "no time", "nan"],
+    ids=["beyond", "negative", "lengths", "none", "no time", "nan", "inf"],
 )
 def test_wrong_use_raises(local: list[int], remote: list[int], timeout: float, message: str) -> None:
     world = Loopback()
@@ -391,8 +392,8 @@ def test_after_close_nothing_is_done_and_nothing_written(world: Any) -> None:
 
 
 # slow enough to be met half way: every page is a run
-MANY = {"num_pages": 8192, "planes": ["latent"]}
-ALL, BACKWARDS = list(range(8192)), list(range(8191, -1, -1))
+MANY = {"num_pages": 4096, "planes": ["latent"]}
+ALL, BACKWARDS = list(range(4096)), list(range(4095, -1, -1))
 
 
 def half_way(sender: Any, receiver: Any, timeout: float) -> int:
@@ -408,27 +409,33 @@ def half_way(sender: Any, receiver: Any, timeout: float) -> int:
     return attempt
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def processes() -> Iterator[Mooncake]:
-    """Real processes that end with the test."""
+    """Real processes that end with the module."""
     world = Mooncake()
     yield world
     world.close()
 
 
-def test_a_killed_receiver_is_a_failure(processes: Mooncake) -> None:
-    sender, receiver = processes.site("prefill", **MANY), processes.site("decode", **MANY)
+@pytest.fixture(scope="module")
+def sender(processes: Mooncake) -> Any:
+    """One that outlives its receivers."""
+    return processes.site("prefill", **MANY)
+
+
+def test_a_killed_receiver_is_a_failure(processes: Mooncake, sender: Any) -> None:
+    receiver = processes.site("decode", **MANY)
     half_way(sender, receiver, TIMEOUT_S)
     start = time.monotonic()
     processes.kill(receiver)
     assert sender.end() == "failed"
     assert time.monotonic() - start < 5
     assert sender.lent() == sender.running() == []
-    assert sender.pages([0, 8191]) == ["09" * PAGE_NBYTES] * 2  # and the sender lives
+    assert sender.pages([0, 4095]) == ["09" * PAGE_NBYTES] * 2  # and the sender lives
 
 
-def test_a_receiver_that_closes_half_way_is_written_to_no_more(processes: Mooncake) -> None:
-    sender, receiver = processes.site("prefill", **MANY), processes.site("decode", **MANY)
+def test_a_receiver_that_closes_half_way_is_written_to_no_more(processes: Mooncake, sender: Any) -> None:
+    receiver = processes.site("decode", **MANY)
     half_way(sender, receiver, TIMEOUT_S)
     receiver.close()
     receiver.fill(ALL, 5)
@@ -451,8 +458,10 @@ def test_a_killed_sender_leaves_pages_held_until_its_end_is_known(processes: Moo
     assert receiver.held() == []
 
 
-def test_a_stopped_receiver_is_late_and_its_pages_wait_for_the_library(processes: Mooncake) -> None:
-    sender, receiver = processes.site("prefill", **MANY), processes.site("decode", **MANY)
+def test_a_stopped_receiver_is_late_and_its_pages_wait_for_the_library(
+    processes: Mooncake, sender: Any
+) -> None:
+    receiver = processes.site("decode", **MANY)
     receiver_descriptor = receiver.descriptor()
     attempt = half_way(sender, receiver, 0.7)
     os.kill(receiver.process.pid, signal.SIGSTOP)

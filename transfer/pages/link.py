@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from operator import index
 from typing import Self
 
 from transfer.errors import Closed
@@ -121,12 +122,13 @@ class PageLink:
         Raises:
             Closed: after `close`.
             ValueError: a local page outside of the pool, lists of different lengths or none, or a timeout that is not
-                positive.
+                positive and finite.
         """
-        if not timeout > 0:
-            raise ValueError(f"{timeout=} is not positive; give the seconds that a push may take")
+        if not 0 < timeout < threading.TIMEOUT_MAX:
+            raise ValueError(f"{timeout=} is not positive and finite; give the seconds that a push may take")
         with self._lock:
             self._check_open()
+        attempt = index(attempt)
         sent = Sent(descriptor.peer, descriptor.epoch, attempt)
         runs = self._outbox.take(descriptor, attempt, local_pages, remote_pages)
         if isinstance(runs, Outcome):

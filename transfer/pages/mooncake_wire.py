@@ -12,6 +12,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any
 
@@ -124,8 +125,10 @@ class MooncakeWire:
         found = []
         for notify in self._engine.get_notifies():
             if notify.name == NOTICE:
-                epoch, attempt, news = notify.msg.split()
-                found.append(Notice(int(epoch), int(attempt), News(news)))
+                # anybody who reaches the port may have sent it
+                with suppress(ValueError):
+                    epoch, attempt, news = notify.msg.split()
+                    found.append(Notice(int(epoch), int(attempt), News(news)))
         return found
 
     def now(self) -> float:
@@ -140,7 +143,9 @@ class MooncakeWire:
         """
         self._closing.set()
         end = monotonic() + CLOSING_S
-        for thread in list(self._threads):
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join(max(0.0, end - monotonic()))
         with self._lock:
             engine, self._engine = self._engine, None
@@ -150,11 +155,13 @@ class MooncakeWire:
 
     def _carry(self, engine: Any, push: _Push) -> None:
         try:
-            news = self._move(engine, push)
+            try:
+                news = self._move(engine, push)
+            finally:
+                self._room.release()
             if news is not None:
                 self._insist(engine, push.order, news)
         finally:
-            self._room.release()
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
@@ -189,25 +196,19 @@ class MooncakeWire:
         batch = engine.batch_transfer_async_read(
             peer.address, [slot.ctypes.data], [peer.control], [slot.nbytes]
         )
-        return self._answer(order, slot, _submitted(batch) and _ended(engine, batch))
+        came = _submitted(batch) and _ended(engine, batch)
+        known = _known(order, slot)
+        self._slots.put(slot)
+        return Outcome.UNREACHABLE if not came else None if known else Outcome.STALE
 
     def _tell(self, engine: Any, order: Order, news: News) -> Outcome | None:
         """Gives the peer a notice; as `_ask`."""
         peer, slot = order.descriptor, self._slot(engine)
         notify = self._library.TransferNotify(NOTICE, f"{peer.epoch} {order.attempt} {news.value}")
-        code = engine.transfer_sync(
-            *(peer.address, slot.ctypes.data, peer.control, slot.nbytes),
-            self._library.TransferOpcode.Read,
-            notify,
-        )
-        return self._answer(order, slot, code == 0)
-
-    def _answer(self, order: Order, slot: Bytes, came: bool) -> Outcome | None:
-        if not came:
-            return (
-                Outcome.UNREACHABLE
-            )  # the slot is not used again: a blocking call may have left its read behind
-        known = bool((slot == control_bytes(order.descriptor.epoch)).all())
+        read = (peer.address, slot.ctypes.data, peer.control, slot.nbytes)
+        if engine.transfer_sync(*read, self._library.TransferOpcode.Read, notify):
+            return Outcome.UNREACHABLE  # the call may have left its read behind: the slot is not used again
+        known = _known(order, slot)
         self._slots.put(slot)
         return None if known else Outcome.STALE
 
@@ -225,6 +226,10 @@ class MooncakeWire:
                 for slot in slots:
                     self._slots.put(slot)
             return self._slots.get()
+
+
+def _known(order: Order, slot: Bytes) -> bool:
+    return bool((slot == control_bytes(order.descriptor.epoch)).all())
 
 
 def _submitted(batch: int) -> bool:

@@ -23,7 +23,7 @@ class Outcome(Enum):
     UNREACHABLE = "unreachable"
     """No answer from where the descriptor says, as from a peer that has ended."""
     FAILED = "failed"
-    """The connection broke, or the peer refused, after bytes were sent."""
+    """The connection broke or the peer refused it after bytes were sent, or the notice was not delivered."""
     LATE = "late"
     """The deadline passed first. It may have arrived or not, or arrive yet."""
 
