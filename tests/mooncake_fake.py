@@ -52,7 +52,6 @@ class FakeStore:
         self._lock = threading.Lock()
         self.asked: list[tuple[str, str]] = []
         self.batches: list[tuple[str, int]] = []
-        self.sources: list[tuple[int, int]] = []
         self.closed = 0
         self.after_close: list[str] = []
 
@@ -117,7 +116,6 @@ class FakeStore:
         return 0
 
     def _put(self, key: str, runs: list[tuple[int, int]], group: str) -> int:
-        self.sources += runs
         if not runs or any(nbytes <= 0 for _, nbytes in runs):
             return -600
         if self.rdma and not all(self._is_registered(*run) for run in runs):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ class Site:
         assert self._begun is not None
         self._begun.join(60)
         return self._outcome
+
+    def push_each(self, descriptor: str, attempts: list[int], pages: list[int]) -> list[str]:
+        """Each page by an attempt of its own, to the page of its number, all at once."""
+        with ThreadPoolExecutor(len(pages)) as threads:
+            pushes = [
+                threads.submit(self.push, descriptor, attempt, [page], [page], 20.0)
+                for attempt, page in zip(attempts, pages)
+            ]
+            return [push.result() for push in pushes]
 
     def held(self) -> list[int]:
         return sorted(self.link.held)

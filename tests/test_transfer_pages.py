@@ -212,6 +212,22 @@ def test_a_pool_of_other_memory_is_refused(planes: dict[str, Any], page_nbytes: 
         Pool(planes, page_nbytes)
 
 
+@pytest.mark.parametrize(
+    ("peer", "epoch", "settle", "message"),
+    [
+        ("decode", 0, 1.0, "epoch=0 is in 1"),
+        ("decode", 2**64, 1.0, "is in 1 .. 2..64 - 1"),
+        ("decode", 1, -1.0, "settle=-1.0 is not negative"),
+        ("", 1, 1.0, "a peer and a host:port, not ''"),
+    ],
+    ids=["no epoch", "large epoch", "rest", "name"],
+)
+def test_a_link_that_no_peer_could_use_is_refused(peer: str, epoch: int, settle: float, message: str) -> None:
+    pool = Pool({"a": MEMORY}, 8)
+    with pytest.raises(ValueError, match=message):
+        PageLink(pool, peer, epoch, LoopbackWire(Network(), "127.0.0.1:1"), settle)
+
+
 def test_a_page_beyond_the_pool_is_none_of_its() -> None:
     pool = Pool({"a": MEMORY[:32], "b": MEMORY[32:]}, 8)
     assert pool.num_pages == 4
@@ -432,6 +448,15 @@ def test_a_killed_receiver_is_a_failure(processes: Mooncake, sender: Any) -> Non
     assert time.monotonic() - start < 5
     assert sender.lent() == sender.running() == []
     assert sender.pages([0, 4095]) == ["09" * PAGE_NBYTES] * 2  # and the sender lives
+
+
+def test_many_threads_push_at_once(processes: Mooncake, sender: Any) -> None:
+    receiver = processes.site("decode", seed=2, **MANY)
+    pages = list(range(0, 240, 10))
+    attempts = [receiver.open([page]) for page in pages]
+    assert sender.push_each(receiver.descriptor(), attempts, pages) == ["done"] * len(pages)
+    assert sorted(receiver.poll()) == [[attempt, [page], "whole"] for attempt, page in zip(attempts, pages)]
+    assert receiver.pages(pages) == sender.pages(pages)
 
 
 def test_a_receiver_that_closes_half_way_is_written_to_no_more(processes: Mooncake, sender: Any) -> None:

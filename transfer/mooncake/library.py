@@ -77,7 +77,7 @@ def connect(settings: MooncakeSettings) -> Library:
                 " share that MooncakeObjects, or close it first"
             )
         _reach(settings)
-        module = _load(settings)
+        module = load(settings)
         store = module.MooncakeDistributedStore()
         code = store.setup(
             settings.hostname,
@@ -90,8 +90,8 @@ def connect(settings: MooncakeSettings) -> Library:
         )
         if code:
             raise Unavailable(
-                f"Mooncake's setup gave {code} for {settings}; its log is on stderr"
-                " (set MC_LOG_LEVEL=INFO before the start for more)"
+                f"Mooncake's setup gave {code}: what listens at {settings.master} is no master or does not answer,"
+                f" or this machine cannot do what {settings} asks; MC_LOG_LEVEL=INFO in the environment says more"
             )
         _opened = settings
     return Library(store, module.ReplicateConfig)
@@ -117,9 +117,13 @@ def _reach(settings: MooncakeSettings) -> None:
         ) from error
 
 
-def _load(settings: MooncakeSettings) -> Any:
-    """The module `mooncake.store`."""
-    _environment(settings.hostname, settings.protocol)
+def load(settings: MooncakeSettings) -> Any:
+    """The module `mooncake.store`, which reads the environment when it is imported; what is set there already stays.
+
+    Raises:
+        Unavailable: it cannot be imported; says what to install.
+    """
+    _set_environment(settings.hostname, settings.protocol)
     try:
         import mooncake.store as module
     except ImportError as error:
@@ -128,12 +132,8 @@ def _load(settings: MooncakeSettings) -> Any:
 
 
 def load_engine(hostname: str, protocol: str) -> Any:
-    """The module `mooncake.engine`.
-
-    Raises:
-        Unavailable: the library is missing or broken.
-    """
-    _environment(hostname, protocol)
+    """The module `mooncake.engine`; as `load`."""
+    _set_environment(hostname, protocol)
     try:
         import mooncake.engine as module  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -141,9 +141,8 @@ def load_engine(hostname: str, protocol: str) -> Any:
     return module
 
 
-def _environment(hostname: str, protocol: str) -> None:
-    """Sets what the library reads when it is imported, unless the caller has set it."""
-    environment = {
+def _set_environment(hostname: str, protocol: str) -> None:
+    environment = {  # less talk, and less patience with what does not answer
         "MC_LOG_LEVEL": "ERROR",
         "MC_YLT_LOG_LEVEL": "error",
         "MC_STORE_CLIENT_METRIC": "0",
@@ -153,6 +152,7 @@ def _environment(hostname: str, protocol: str) -> None:
     }
     if protocol == "tcp":
         environment |= {"MC_FORCE_TCP": "1", "MC_TCP_BIND_ADDRESS": hostname}
+        environment |= {"MC_TCP_STATUS_TIMEOUT_SEC": "5"}
     for name, value in environment.items():
         os.environ.setdefault(name, value)
 

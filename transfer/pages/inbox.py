@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from operator import index
 from typing import NamedTuple
 
 
@@ -85,9 +86,10 @@ class Inbox:
         Raises:
             ValueError: no pages, pages twice or outside of the pool, or held by an earlier attempt.
         """
+        pages = [index(page) for page in pages]
         last = self._num_pages - 1
         if not pages or len(set(pages)) < len(pages) or min(pages) < 0 or max(pages) > last:
-            raise ValueError(f"an attempt has distinct pages in 0 .. {last}, one at least; not {list(pages)}")
+            raise ValueError(f"an attempt has distinct pages in 0 .. {last}, one at least; not {pages}")
         if taken := sorted(self._held.intersection(pages)):
             raise ValueError(
                 f"pages {taken} may still be written to by an earlier attempt; wait for its last change"

@@ -8,7 +8,7 @@ from operator import index
 from typing import Self
 
 from transfer.errors import Closed
-from transfer.pages.descriptor import Descriptor, Plane
+from transfer.pages.descriptor import LIMIT, Descriptor, Plane
 from transfer.pages.inbox import Arrival, Inbox
 from transfer.pages.outbox import Outbox, Sent
 from transfer.pages.outcome import Outcome
@@ -32,7 +32,13 @@ class PageLink:
             peer: this side's name, the same after a restart.
             epoch: of this start, larger than those before, as `time.time_ns()`.
             settle: seconds that pages rest after a broken push (see `Inbox`).
+
+        Raises:
+            ValueError: an epoch or a name that no descriptor can have, or a negative rest.
+            Unavailable: the library did not take the memory.
         """
+        if not (0 < epoch < LIMIT and settle >= 0):
+            raise ValueError(f"{epoch=} is in 1 .. 2**64 - 1 and {settle=} is not negative")
         self._pool, self._wire = pool, wire
         self._control = control_bytes(epoch)
         wire.register([self._control, *pool.planes.values()])
