@@ -123,6 +123,25 @@ def load(settings: MooncakeSettings) -> Any:
     Raises:
         Unavailable: it cannot be imported; says what to install.
     """
+    _set_environment(settings.hostname, settings.protocol)
+    try:
+        import mooncake.store as module
+    except ImportError as error:
+        raise Unavailable(remedy(error)) from error
+    return module
+
+
+def load_engine(hostname: str, protocol: str) -> Any:
+    """The module `mooncake.engine`; as `load`."""
+    _set_environment(hostname, protocol)
+    try:
+        import mooncake.engine as module  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise Unavailable(remedy(error)) from error
+    return module
+
+
+def _set_environment(hostname: str, protocol: str) -> None:
     environment = {  # less talk, and less patience with what does not answer
         "MC_LOG_LEVEL": "ERROR",
         "MC_YLT_LOG_LEVEL": "error",
@@ -131,16 +150,11 @@ def load(settings: MooncakeSettings) -> Any:
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_TIMEOUT_MS": "5000",
     }
-    if settings.protocol == "tcp":
-        environment |= {"MC_FORCE_TCP": "1", "MC_TCP_BIND_ADDRESS": settings.hostname}
+    if protocol == "tcp":
+        environment |= {"MC_FORCE_TCP": "1", "MC_TCP_BIND_ADDRESS": hostname}
         environment |= {"MC_TCP_STATUS_TIMEOUT_SEC": "5"}
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    try:
-        import mooncake.store as module
-    except ImportError as error:
-        raise Unavailable(remedy(error)) from error
-    return module
 
 
 def remedy(error: ImportError) -> str:
