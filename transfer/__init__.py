@@ -3,20 +3,31 @@
 Knows bytes and names; no jax, no tokens.
 """
 
-from transfer.counters import Counters, Operation
+from transfer.checkpoint import Checkpoint, fetch, publish, withdraw
+from transfer.counters import Counters, Operation, Recorder
 from transfer.errors import Closed, Conflict, TransferError, Unavailable
+from transfer.manifest import About, Miss
+from transfer.memory import MemoryObjects
 from transfer.objects import Bytes, Item, Objects, Put, Read
 
 __all__ = [
+    "About",
     "Bytes",
+    "Checkpoint",
     "Closed",
     "Conflict",
     "Counters",
     "Item",
+    "MemoryObjects",
+    "Miss",
     "Objects",
     "Operation",
     "Put",
     "Read",
+    "Recorder",
     "TransferError",
     "Unavailable",
+    "fetch",
+    "publish",
+    "withdraw",
 ]

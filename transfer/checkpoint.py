@@ -1,0 +1,228 @@
+"""Whole checkpoints in a store of objects: all of one, or nothing.
+
+The parts come first and the manifest last; readers start at the manifest, and removal takes it first. A part's key has
+its content in it, so that two writers of one name never mix: the first manifest stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from time import monotonic
+from typing import NamedTuple
+
+from numpy.typing import NDArray
+
+from transfer.calls import deadline
+from transfer.counters import Recorder
+from transfer.manifest import About, Manifest, Miss, Unreadable, decode, encode
+from transfer.objects import Bytes, Item, Objects, Put, Read
+from transfer.packing import PART_NBYTES, pack, runs, unpack
+
+
+class Checkpoint(NamedTuple):
+    """What was read.
+
+    Attributes:
+        about: which checkpoint it is.
+        arrays: by name, read-only, at multiples of 64 bytes; nobody else has their memory.
+        nbytes: of all arrays.
+        copied: bytes that were copied after the store had read them: leaves larger than a part.
+    """
+
+    about: About
+    arrays: dict[str, NDArray]
+    nbytes: int
+    copied: int
+
+
+def publish(
+    objects: Objects,
+    name: str,
+    arrays: Mapping[str, NDArray],
+    about: About,
+    timeout: float,
+    part_nbytes: int = PART_NBYTES,
+    recorder: Recorder | None = None,
+) -> Put:
+    """Stores a checkpoint: its parts, and when all are there its manifest. All objects are of group `name`.
+
+    Args:
+        name: a key of at most 479 characters, which stands for exactly this content; no other checkpoint's name
+            and a "/" begin it.
+        arrays: by name, of the dtypes in `transfer.dtypes`. Not to be changed before the call has ended, nor after it
+            if it ended with `Put.LATE`.
+        about: which checkpoint it is.
+        timeout: seconds until the call has ended. Digests and the copies of what is not contiguous are not cut short.
+        part_nbytes: most bytes of a part, a multiple of 64. Another value makes other objects of the same arrays.
+        recorder: counts the outcome under `publish`, and what had to be copied.
+
+    Returns:
+        STORED; HELD if it was there before, with equal bytes; CONFLICT if another one of this name was, which is left
+        as it was; else why not. But for LATE, nothing of it stays behind if it is not there, as far as the store can
+        do that in time.
+
+    Raises:
+        ValueError: for arrays that a checkpoint does not hold, and a bad name.
+    """
+    recorder = recorder or Recorder()
+    with recorder.call("publish") as ended:
+        until = deadline(timeout)
+        manifest, parts, copied = pack(arrays, about, part_nbytes)
+        recorder.add(copied=copied)
+        items = {key: Item(key, part, name) for key, part in zip(manifest.part_keys(name), parts)}
+        last = Item(name, [encode(manifest)], name)
+        put = _put_parts(objects, list(items.values()), until)
+        if put is Put.STORED:
+            put = _put_manifest(objects, last, until)
+        if not put.there and put is not Put.LATE:
+            _take_back(objects, name, list(items), until)
+        ended.append((put.value, last.nbytes + sum(item.nbytes for item in items.values())))
+        return put
+
+
+def fetch(
+    objects: Objects,
+    name: str,
+    namespace: str,
+    leaves: Collection[str] | None,
+    timeout: float,
+    recorder: Recorder | None = None,
+) -> Checkpoint | None:
+    """Reads a checkpoint, or some leaves of it, and compares every byte that it returns with its digest.
+
+    What is found damaged is removed, so that the next `publish` can put it right.
+
+    Args:
+        namespace: the one that it has to be of.
+        leaves: names of the leaves to read, without the bytes of others; None for all.
+        timeout: seconds until the call has ended. Digests are not cut short.
+        recorder: counts the outcome under `fetch`: `hit`, or a value of `Miss`.
+
+    Returns:
+        None if any of it is missing, short, damaged, late or of another namespace or version.
+
+    Raises:
+        ValueError: for a bad name.
+    """
+    until = deadline(timeout)
+    with (recorder or Recorder()).call("fetch") as ended:
+        try:
+            checkpoint = _fetch(objects, name, namespace, leaves, until)
+        except Unreadable as error:
+            ended.append((error.miss.value, 0))
+            return None
+        ended.append(("hit", checkpoint.nbytes))
+        return checkpoint
+
+
+def withdraw(objects: Objects, name: str, timeout: float) -> bool:
+    """Removes a checkpoint, the manifest first; whether all of it is gone. What no manifest names is not found."""
+    until = deadline(timeout)
+    keys = []
+    try:
+        keys = _manifest(objects, name, until).part_keys(name)
+    except Unreadable as error:
+        if error.miss is Miss.LATE:
+            return False
+    if not all(_remove(objects, [name], until)):
+        return False
+    return all(_remove(objects, keys, until))
+
+
+def _put_parts(objects: Objects, items: Sequence[Item], until: float) -> Put:
+    """STORED if all parts are there, else why one is not."""
+    if not items:
+        return Put.STORED
+    puts = _put(objects, items, until)
+    # a part's key has its content in it: what has this key and another size is damaged
+    damaged = [item for item, put in zip(items, puts) if put is Put.CONFLICT]
+    if damaged and all(_remove(objects, [item.key for item in damaged], until)):
+        again = dict(zip([item.key for item in damaged], _put(objects, damaged, until)))
+        puts = [again.get(item.key, put) for item, put in zip(items, puts)]
+    return next((put for put in puts if not put.there), Put.STORED)
+
+
+def _put_manifest(objects: Objects, item: Item, until: float) -> Put:
+    """Stores the manifest; if there is one, tells an equal one from another one and from a damaged one."""
+    for _ in range(2):
+        put = _put(objects, [item], until)[0]
+        if put not in (Put.HELD, Put.CONFLICT):
+            return put
+        held = _get(objects, [Read(item.key)], until)[0]
+        if held is None:
+            return Put.LATE if monotonic() >= until else Put.FAILED
+        if held.tobytes() == item.pieces[0].tobytes():
+            return Put.HELD
+        try:
+            decode(held)
+            return Put.CONFLICT
+        except Unreadable as error:
+            if error.miss is Miss.VERSION or not all(_remove(objects, [item.key], until)):
+                return Put.CONFLICT
+    return Put.FAILED
+
+
+def _take_back(objects: Objects, name: str, keys: Sequence[str], until: float) -> None:
+    """Removes parts, but for those that a manifest names."""
+    try:
+        named = _manifest(objects, name, until).part_keys(name)
+    except Unreadable as error:
+        if error.miss is not Miss.ABSENT:
+            return
+        named = []
+    _remove(objects, [key for key in keys if key not in named], until)
+
+
+def _fetch(
+    objects: Objects, name: str, namespace: str, leaves: Collection[str] | None, until: float
+) -> Checkpoint:
+    manifest = _manifest(objects, name, until, heal=True)
+    if manifest.about.namespace != namespace:
+        raise Unreadable(Miss.NAMESPACE, f"of {manifest.about.namespace!r}, not {namespace!r}")
+    wanted = {leaf.name for leaf in manifest.leaves} if leaves is None else set(leaves)
+    if lacks := wanted - {leaf.name for leaf in manifest.leaves}:
+        raise Unreadable(Miss.LEAF, f"no leaves {sorted(lacks)}")
+    keys, wanted_runs = manifest.part_keys(name), runs(manifest, wanted)
+    found = _get(objects, [Read(keys[run.part], run.start, run.nbytes) for run in wanted_runs], until)
+    if any(raw is None for raw in found):
+        raise Unreadable(Miss.LATE if monotonic() >= until else Miss.PART, "a part was not read")
+    try:
+        arrays, copied = unpack(
+            manifest, wanted, [(run, raw) for run, raw in zip(wanted_runs, found) if raw is not None]
+        )
+    except Unreadable as error:
+        if error.part is not None:
+            _remove(objects, [keys[error.part]], until)
+        raise
+    return Checkpoint(manifest.about, arrays, sum(array.nbytes for array in arrays.values()), copied)
+
+
+def _manifest(objects: Objects, name: str, until: float, heal: bool = False) -> Manifest:
+    """Reads the manifest, and removes it if it is damaged and `heal`. Raises Unreadable."""
+    raw = _get(objects, [Read(name)], until)[0]
+    if raw is None:
+        raise Unreadable(Miss.LATE if monotonic() >= until else Miss.ABSENT, "no manifest was read")
+    try:
+        return decode(raw)
+    except Unreadable as error:
+        if heal and error.miss is Miss.DAMAGED:
+            _remove(objects, [name], until)
+        raise
+
+
+# a store's call with what is left of the time; without any, as if it had been late
+
+
+def _put(objects: Objects, items: Sequence[Item], until: float) -> list[Put]:
+    left = until - monotonic()
+    return objects.put(items, left) if left > 0 else [Put.LATE] * len(items)
+
+
+def _get(objects: Objects, reads: Sequence[Read], until: float) -> list[Bytes | None]:
+    left = until - monotonic()
+    return objects.get(reads, left) if left > 0 else [None] * len(reads)
+
+
+def _remove(objects: Objects, keys: Sequence[str], until: float) -> list[bool]:
+    left = until - monotonic()
+    return objects.remove(keys, left) if left > 0 else [False] * len(keys)
