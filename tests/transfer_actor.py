@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from transfer import About, Item, MemoryObjects, Objects, Put, Read, fetch, publish, withdraw
 from transfer.counters import Recorder
 from transfer.dtypes import DTYPES
+from transfer.mooncake import MooncakeObjects, MooncakeSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 SLACK_S = 1.5  # above a deadline, for a busy machine; what hangs in Mooncake hangs for 4 or 30 s
@@ -305,7 +306,10 @@ class Stage:
         self.objects.close()
 
 
-STORES: dict[str, Callable[..., Objects]] = {"memory": MemoryObjects}
+STORES: dict[str, Callable[..., Objects]] = {
+    "memory": MemoryObjects,
+    "mooncake": lambda **settings: MooncakeObjects(MooncakeSettings(**settings)),
+}
 
 
 def act() -> None:
