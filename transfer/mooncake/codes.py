@@ -1,0 +1,35 @@
+"""What Mooncake's codes mean to a caller.
+
+Source: kvcache-ai/Mooncake 0.3.13, mooncake-store/include/types.h; what each is seen for was tried.
+"""
+
+from __future__ import annotations
+
+FULL = -200
+SHORT = -600
+UNFINISHED = -703
+ABSENT = -704
+LEASED = -706
+EXPIRED = -707
+TRANSFER = -800
+
+OUTCOMES = {
+    FULL: "full",  # no room now, no segment as large, or nobody who lends memory
+    UNFINISHED: "unfinished",  # its writer has not ended, or died
+    ABSENT: "absent",
+    LEASED: "leased",  # it was read or asked about a moment ago
+    EXPIRED: "expired",  # its lease ended while it was read: what was read may be another object's
+    TRANSFER: "transfer",  # the process that holds it, or was to hold it, does not answer
+    -801: "checksum",
+    -900: "unreachable",  # the master does not answer
+    -901: "unreachable",
+}
+"""The outcome by which `Counters` knows a code; any other negative one is `refused`."""
+
+SICK = frozenset({"transfer", "unreachable", "late", "broken"})
+"""Outcomes that the circuit breaker counts."""
+
+
+def outcome(code: int) -> str:
+    """A word for a negative code."""
+    return OUTCOMES.get(code, "refused")
