@@ -6,18 +6,18 @@ waited out has a Mooncake of its own, and all of these wait at the same time.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from itertools import count
 from time import monotonic, sleep
 from typing import Any
 
-import numpy as np
 import pytest
 import xxhash
 
@@ -26,7 +26,7 @@ from transfer import About
 from transfer.manifest import HEADER, MAGIC, VERSION, Leaf, Manifest, Segment, encode, parts_of
 from transfer.mooncake.local import LocalMooncake
 from transfer.packing import pack
-from transfer_actor import NAMESPACE, Actor, Died, contents, digest, every_dtype
+from transfer_actor import NAMESPACE, Actor, Died, contents, digest, every_dtype, raw_bytes
 
 MIB = 1 << 20
 NBYTES = 1 << 16
@@ -34,6 +34,7 @@ PART = 1 << 14
 TIMEOUT_S = 3.0
 SHORT_S = 1.5
 AGAIN_S = 25.0
+AT_ONCE = 6
 THERE = ("stored", "held")
 
 
@@ -44,7 +45,9 @@ def network() -> Iterator[None]:
 
 
 @contextmanager
-def local(segment_mib: int = 128, lease_ms: int = 300, ttl_s: int = 2, **settings: Any) -> Iterator[LocalMooncake]:
+def local(
+    segment_mib: int = 128, lease_ms: int = 300, ttl_s: int = 2, **settings: Any
+) -> Iterator[LocalMooncake]:
     """A Mooncake that soon notices what is gone."""
     with LocalMooncake(
         segment_bytes=segment_mib * MIB, lease_ms=lease_ms, client_ttl_s=ttl_s, abandoned_put_s=2, **settings
@@ -62,7 +65,14 @@ def expected(seed: int, nbytes: int) -> str:
     return digest(contents(seed, nbytes))
 
 
-def read(actor: Actor, name: str, *seeds: int, nbytes: int = NBYTES, timeout: float = TIMEOUT_S) -> int | None:
+@cache
+def raw_digest(seed: int, nbytes: int) -> str:
+    return hashlib.sha256(raw_bytes(seed, nbytes).tobytes()).hexdigest()
+
+
+def read(
+    actor: Actor, name: str, *seeds: int, nbytes: int = NBYTES, timeout: float = TIMEOUT_S
+) -> int | None:
     """Fetches; which of `seeds` the contents were made from, or None for a miss. Anything else is wrong bytes."""
     found, _ = actor.do("fetch", name=name, timeout=timeout)
     return None if found is None else {expected(seed, nbytes): seed for seed in seeds}[found]
@@ -93,7 +103,7 @@ def written_and_read(writer: Actor, reader: Actor, name: str, seed: int, **more:
 
 @pytest.fixture(scope="module")
 def mooncake(network: None) -> Iterator[LocalMooncake]:
-    with local() as mooncake:
+    with local(segment_mib=512) as mooncake:  # nothing is evicted
         yield mooncake
 
 
@@ -181,7 +191,9 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize(("raw", "outcome", "stays"), MANIFESTS.values(), ids=MANIFESTS)
-def test_a_manifest_that_cannot_be_used(raw: bytes, outcome: str, stays: bool, pair: tuple[Actor, Actor]) -> None:
+def test_a_manifest_that_cannot_be_used(
+    raw: bytes, outcome: str, stays: bool, pair: tuple[Actor, Actor]
+) -> None:
     writer, reader = pair
     name = next(names)
     assert writer.do("put_raw", key=name, raw=raw.hex(), timeout=TIMEOUT_S) == "stored"
@@ -236,7 +248,11 @@ def test_two_writers_of_one_name(seeds: tuple[int, int], pair: tuple[Actor, Acto
     ids=["before_all", "2_ms", "10_ms", "30_ms", "before_the_manifest", "after_the_manifest"],
 )
 def test_a_writer_dies_and_another_writes_the_name(
-    die: tuple[int, str | float], whole: bool | None, other: int, mooncake: LocalMooncake, pair: tuple[Actor, Actor]
+    die: tuple[int, str | float],
+    whole: bool | None,
+    other: int,
+    mooncake: LocalMooncake,
+    pair: tuple[Actor, Actor],
 ) -> None:
     writer, reader = pair
     name, size = next(names), {"nbytes": 8 * MIB, "part_nbytes": MIB}
@@ -267,9 +283,13 @@ def test_close_during_gets_and_use_after_it(mooncake: LocalMooncake, pair: tuple
             assert reply.value is None or reply.value[0] in (None, expected(11, size))
         assert [closing.finish(close, timeout=10) for close in closed] == [None] * 3
         for call in ("get", "contains", "remove"):
-            assert closing.begin(call, keys=["earlier"], timeout=1).result(10).raised.startswith("Closed"), call
+            assert closing.begin(call, keys=["earlier"], timeout=1).result(10).raised.startswith("Closed"), (
+                call
+            )
         for call in ("fetch", "publish"):
-            reply = closing.begin(call, name="earlier", timeout=1, **({"seed": 1} if call == "publish" else {}))
+            reply = closing.begin(
+                call, name="earlier", timeout=1, **({"seed": 1} if call == "publish" else {})
+            )
             assert reply.result(10).raised.startswith("Closed"), call
 
 
@@ -278,7 +298,7 @@ def test_close_during_gets_and_use_after_it(mooncake: LocalMooncake, pair: tuple
 
 def the_owner_is_killed(moment: str) -> None:
     """A worker that lends memory dies around another's put. What the store process holds is not touched."""
-    size = {"nbytes": 24 * MIB, "part_nbytes": MIB}
+    size = {"nbytes": 16 * MIB, "part_nbytes": MIB}
     with local() as mooncake, worker(mooncake) as writer, worker(mooncake) as reader:
         assert write(writer, "earlier", 1) == "stored"
         with worker(mooncake, segment_bytes=64 * MIB) as owner:
@@ -290,9 +310,9 @@ def the_owner_is_killed(moment: str) -> None:
                 owner.kill()
             put = writer.finish(call, TIMEOUT_S)
             if moment == "after":
-                assert put == "stored" and read(reader, "x", 2, nbytes=24 * MIB) == 2
+                assert put == "stored" and read(reader, "x", 2, nbytes=16 * MIB) == 2
                 owner.kill()
-        read(reader, "x", 2, nbytes=24 * MIB)
+        read(reader, "x", 2, nbytes=16 * MIB)
         assert until(lambda: read(reader, "earlier", 1) == 1, within=5)
         assert until(lambda: written_and_read(writer, reader, "x", 2, **size))
         assert read(reader, "earlier", 1) == 1
@@ -300,7 +320,7 @@ def the_owner_is_killed(moment: str) -> None:
 
 def the_store_process_is_killed(moment: str) -> None:
     """Nobody holds memory any more: misses until there is another one."""
-    size = {"nbytes": 24 * MIB, "part_nbytes": MIB}
+    size = {"nbytes": 16 * MIB, "part_nbytes": MIB}
     with local() as mooncake, worker(mooncake) as writer, worker(mooncake) as reader:
         assert mooncake.store_pid is not None
         if moment == "before":
@@ -311,17 +331,17 @@ def the_store_process_is_killed(moment: str) -> None:
             os.kill(mooncake.store_pid, signal.SIGKILL)
         put = writer.finish(call, TIMEOUT_S)
         if moment == "after":
-            assert put == "stored" and read(reader, "x", 2, nbytes=24 * MIB) == 2
+            assert put == "stored" and read(reader, "x", 2, nbytes=16 * MIB) == 2
             os.kill(mooncake.store_pid, signal.SIGKILL)
         assert moment == "after" or put not in THERE
-        assert read(reader, "x", 2, nbytes=24 * MIB) is None
+        assert read(reader, "x", 2, nbytes=16 * MIB) is None
         mooncake.restart_store()
         assert until(lambda: written_and_read(writer, reader, "x", 2, **size))
 
 
 def the_master_is_killed() -> None:
     """Nothing can be found until it is back, then nothing that was; a breaker keeps calls short in between."""
-    size = {"nbytes": 24 * MIB, "part_nbytes": MIB}
+    size = {"nbytes": 16 * MIB, "part_nbytes": MIB}
     with local() as mooncake, worker(mooncake) as writer, worker(mooncake) as reader:
         assert write(writer, "earlier", 1, **size) == "stored"
         calls = [
@@ -339,7 +359,7 @@ def the_master_is_killed() -> None:
         assert writer.do("outcomes")["opened"] >= 1 and reader.do("outcomes")["opened"] >= 1
         mooncake.restart_master()
         assert until(lambda: written_and_read(writer, reader, "x", 2, **size))
-        assert read(reader, "earlier", 1, nbytes=24 * MIB) is None
+        assert read(reader, "earlier", 1, nbytes=16 * MIB) is None
 
 
 def one_is_stopped(which: str) -> None:
@@ -364,43 +384,63 @@ def one_is_stopped(which: str) -> None:
 
 def the_store_is_full() -> None:
     """What is being read stays; once there is room again, writing goes on."""
-    with local(segment_mib=32, lease_ms=4000) as mooncake, worker(mooncake) as writer, worker(mooncake) as reader:
-        small, large = {"nbytes": 6 * MIB, "part_nbytes": 2 * MIB}, {"nbytes": 48 * MIB, "part_nbytes": 4 * MIB}
+    with (
+        local(segment_mib=32, lease_ms=4000) as mooncake,
+        worker(mooncake) as writer,
+        worker(mooncake) as reader,
+    ):
+        small, large = (
+            {"nbytes": 6 * MIB, "part_nbytes": 2 * MIB},
+            {"nbytes": 48 * MIB, "part_nbytes": 4 * MIB},
+        )
         assert write(writer, "earlier", 1, **small) == "stored"
         assert read(reader, "earlier", 1, nbytes=6 * MIB) == 1
         assert write(writer, "large", 2, timeout=SHORT_S, **large) not in THERE
         assert read(reader, "large", 2, nbytes=48 * MIB) is None
         assert read(reader, "earlier", 1, nbytes=6 * MIB) == 1
         assert until(lambda: written_and_read(writer, reader, "next", 3, **small))
-        assert read(reader, "earlier", 1, nbytes=6 * MIB) == 1
-        assert writer.do("withdraw", name="earlier", timeout=TIMEOUT_S)
-        assert writer.do("withdraw", name="next", timeout=TIMEOUT_S)
+        for name in ("earlier", "next"):
+            assert writer.do("withdraw", name=name, timeout=6)
         most = {"nbytes": 20 * MIB, "part_nbytes": 4 * MIB}
         assert until(lambda: written_and_read(writer, reader, "most", 4, **most))
 
 
 def a_lease_ends_during_a_read() -> None:
-    """What was read may be another object's by then, so it is a miss; small reads are quick enough."""
-    with local(segment_mib=64, lease_ms=1) as mooncake, worker(mooncake) as writer, worker(mooncake) as reader:
-        assert write(writer, "small", 1) == "stored"
-        large = {"nbytes": 24 * MIB, "part_nbytes": 32 * MIB}
-        assert write(writer, "large", 2, **large) == "stored"
-        assert read(reader, "large", 2, nbytes=24 * MIB) is None
-        assert reader.do("outcomes").get("get expired", 0) >= 1
-        assert until(lambda: read(reader, "small", 1) == 1)
-        # memory is used again while it is read
-        size = {"nbytes": 12 * MIB, "part_nbytes": 2 * MIB}
-        for seed in range(10, 22):
-            call = writer.begin("publish", name=f"{seed}", seed=seed, timeout=TIMEOUT_S, **size)
-            for back in (0, 1, 2):
-                read(reader, f"{seed - back}", seed - back, nbytes=12 * MIB)
-            writer.finish(call, TIMEOUT_S)
+    """The store process hangs in the middle of it; before it goes on, the memory that is read is another object's."""
+    with local(segment_mib=32, lease_ms=1, ttl_s=30) as mooncake, worker(mooncake) as writer:
+        with worker(mooncake) as reader:
+            size = 20 * MIB
+            assert (
+                writer.do("put", seeds={"0": 0, "small": 0}, nbytes=64, timeout=TIMEOUT_S) == ["stored"] * 2
+            )
+            assert reader.do("get", keys=["small"], timeout=TIMEOUT_S) != [None]  # they know each other
+            last = 0
+            for seed in range(1, 6):
+                assert mooncake.store_pid is not None
+                os.kill(mooncake.store_pid, signal.SIGSTOP)
+                get = reader.begin("get", keys=[str(last)], timeout=8)
+                sleep(0.4)
+                put = writer.begin("put", seeds={str(seed): seed}, nbytes=size, timeout=8)
+                sleep(0.8)
+                os.kill(mooncake.store_pid, signal.SIGCONT)
+                old = {64: raw_digest(0, 64), size: raw_digest(last, size)}
+                assert reader.finish(get, 8)[0] in (None, *old.values())
+                if writer.finish(put, 8) == ["stored"]:
+                    last = seed
+            outcomes = reader.do("outcomes")
+            assert outcomes.get("get absent", 0) + outcomes.get("get expired", 0) >= 1, outcomes
 
 
 MOMENTS = ("before", "during", "after")
 FAULTS: dict[str, Callable[[], None]] = {
-    **{f"owner_killed_{moment}_a_put": lambda moment=moment: the_owner_is_killed(moment) for moment in MOMENTS},
-    **{f"store_killed_{moment}_a_put": lambda moment=moment: the_store_process_is_killed(moment) for moment in MOMENTS},
+    **{
+        f"owner_killed_{moment}_a_put": lambda moment=moment: the_owner_is_killed(moment)
+        for moment in MOMENTS
+    },
+    **{
+        f"store_killed_{moment}_a_put": lambda moment=moment: the_store_process_is_killed(moment)
+        for moment in MOMENTS
+    },
     "master_killed": the_master_is_killed,
     "master_stopped": lambda: one_is_stopped("master"),
     "store_stopped": lambda: one_is_stopped("store"),
@@ -412,8 +452,10 @@ FAULTS: dict[str, Callable[[], None]] = {
 @pytest.fixture(scope="module")
 def running(network: None, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
     """The faults that were selected, all under way."""
-    wanted = [item.callspec.params.get("fault") for item in request.session.items if hasattr(item, "callspec")]
-    with ThreadPoolExecutor(len(FAULTS)) as pool:
+    wanted = [
+        item.callspec.params.get("fault") for item in request.session.items if hasattr(item, "callspec")
+    ]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {fault: pool.submit(FAULTS[fault]) for fault in FAULTS if fault in wanted}
 
 
