@@ -5,6 +5,7 @@ Knows bytes and names; no jax, no tokens.
 
 from transfer.checkpoint import Checkpoint, fetch, publish, withdraw
 from transfer.counters import Counters, Operation, Recorder
+from transfer.disk import DiskObjects
 from transfer.errors import Closed, Conflict, TransferError, Unavailable
 from transfer.manifest import About, Miss
 from transfer.memory import MemoryObjects
@@ -17,6 +18,7 @@ __all__ = [
     "Closed",
     "Conflict",
     "Counters",
+    "DiskObjects",
     "Item",
     "MemoryObjects",
     "Miss",

@@ -15,9 +15,9 @@ KEY = re.compile(r"[A-Za-z0-9._/-]{1,512}", re.ASCII)
 
 
 def check_puts(items: Sequence[Item]) -> None:
-    """Raises ValueError for keys that are none or not distinct, and for objects that are empty or not bytes."""
+    """Raises ValueError for keys and groups that are none, equal keys, and objects that are empty or not bytes."""
     keys = [item.key for item in items]
-    check_keys(keys)
+    check_keys([*keys, *(item.group for item in items if item.group is not None)])
     if len(set(keys)) != len(keys):
         raise ValueError(f"a put has distinct keys, got {keys}")
     for item in items:
@@ -40,10 +40,12 @@ def check_reads(reads: Sequence[Read]) -> None:
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Raises ValueError for what is no key."""
+    """Raises ValueError for what is no key, and no group."""
     for key in keys:
         if not KEY.fullmatch(key):
-            raise ValueError(f"a key is 1 to 512 of the characters A-Z a-z 0-9 . _ - /, got {key!r:.600}")
+            raise ValueError(
+                f"a key or group is 1 to 512 of the characters A-Z a-z 0-9 . _ - /, got {key!r:.600}"
+            )
 
 
 def deadline(timeout: float) -> float:

@@ -69,14 +69,14 @@ def publish(
         until = deadline(timeout)
         manifest, parts, copied = pack(arrays, about, part_nbytes)
         recorder.add(copied=copied)
-        items = {key: Item(key, part, name) for key, part in zip(manifest.part_keys(name), parts)}
+        items = [Item(key, part, name) for key, part in zip(manifest.part_keys(name), parts)]
         last = Item(name, [encode(manifest)], name)
-        put = _put_parts(objects, list(items.values()), until)
-        if put is Put.STORED:
-            put = _put_manifest(objects, last, until)
+        puts = _put_parts(objects, items, until)
+        put = next((one for one in puts if not one.there), None) or _put_manifest(objects, last, until)
         if not put.there and put is not Put.LATE:
-            _take_back(objects, name, list(items), until)
-        ended.append((put.value, last.nbytes + sum(item.nbytes for item in items.values())))
+            own = [item.key for item, one in zip(items, puts) if one is Put.STORED]
+            _take_back(objects, name, own, there=put is Put.CONFLICT, until=until)
+        ended.append((put.value, last.nbytes + sum(item.nbytes for item in items)))
         return put
 
 
@@ -129,17 +129,17 @@ def withdraw(objects: Objects, name: str, timeout: float) -> bool:
     return all(_remove(objects, keys, until))
 
 
-def _put_parts(objects: Objects, items: Sequence[Item], until: float) -> Put:
-    """STORED if all parts are there, else why one is not."""
-    if not items:
-        return Put.STORED
+def _put_parts(objects: Objects, items: Sequence[Item], until: float) -> list[Put]:
+    """Stores the parts. One that is there with another size is damaged, as its key has its content in it: it goes."""
     puts = _put(objects, items, until)
-    # a part's key has its content in it: what has this key and another size is damaged
     damaged = [item for item, put in zip(items, puts) if put is Put.CONFLICT]
-    if damaged and all(_remove(objects, [item.key for item in damaged], until)):
-        again = dict(zip([item.key for item in damaged], _put(objects, damaged, until)))
-        puts = [again.get(item.key, put) for item, put in zip(items, puts)]
-    return next((put for put in puts if not put.there), Put.STORED)
+    if not damaged:
+        return puts
+    again = [Put.FAILED] * len(damaged)
+    if all(_remove(objects, [item.key for item in damaged], until)):
+        again = [Put.FAILED if put is Put.CONFLICT else put for put in _put(objects, damaged, until)]
+    renewed = iter(again)
+    return [next(renewed) if put is Put.CONFLICT else put for put in puts]
 
 
 def _put_manifest(objects: Objects, item: Item, until: float) -> Put:
@@ -162,15 +162,15 @@ def _put_manifest(objects: Objects, item: Item, until: float) -> Put:
     return Put.FAILED
 
 
-def _take_back(objects: Objects, name: str, keys: Sequence[str], until: float) -> None:
-    """Removes parts, but for those that a manifest names."""
+def _take_back(objects: Objects, name: str, own: Sequence[str], there: bool, until: float) -> None:
+    """Removes parts that a publish has stored, but for those that the manifest names; `there` if there is one."""
+    named: list[str] = []
     try:
         named = _manifest(objects, name, until).part_keys(name)
     except Unreadable as error:
-        if error.miss is not Miss.ABSENT:
+        if there or error.miss is not Miss.ABSENT:
             return
-        named = []
-    _remove(objects, [key for key in keys if key not in named], until)
+    _remove(objects, [key for key in own if key not in named], until)
 
 
 def _fetch(
@@ -215,14 +215,14 @@ def _manifest(objects: Objects, name: str, until: float, heal: bool = False) -> 
 
 def _put(objects: Objects, items: Sequence[Item], until: float) -> list[Put]:
     left = until - monotonic()
-    return objects.put(items, left) if left > 0 else [Put.LATE] * len(items)
+    return objects.put(items, left) if items and left > 0 else [Put.LATE] * len(items)
 
 
 def _get(objects: Objects, reads: Sequence[Read], until: float) -> list[Bytes | None]:
     left = until - monotonic()
-    return objects.get(reads, left) if left > 0 else [None] * len(reads)
+    return objects.get(reads, left) if reads and left > 0 else [None] * len(reads)
 
 
 def _remove(objects: Objects, keys: Sequence[str], until: float) -> list[bool]:
     left = until - monotonic()
-    return objects.remove(keys, left) if left > 0 else [False] * len(keys)
+    return objects.remove(keys, left) if keys and left > 0 else [False] * len(keys)

@@ -4,53 +4,82 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
+from typing import Literal
 
 from transfer.objects import Item, Put
 
-Group = tuple[bool, str]
+Group = tuple[Literal["key", "group"], str]
 
 
 def group_of(key: str, group: str | None) -> Group:
-    """What an object is dropped with: its group, or nothing else."""
-    return (False, key) if group is None else (True, group)
+    """What an object is dropped with: all of its group, or nothing else."""
+    return ("key", key) if group is None else ("group", group)
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
+    """An object.
+
+    Attributes:
+        nbytes: its length.
+        cost: what it takes of the budget.
+        group: what it is dropped with.
+        there: else it is being written.
+    """
+
     nbytes: int
+    cost: int
     group: Group
     there: bool
 
 
-@dataclass(slots=True)
-class _Members:
-    keys: set[str] = field(default_factory=set)
-    writing: int = 0
-
-
 class Ledger:
-    """Names and sizes, from any thread. Groups are dropped whole, the one that was used longest ago first.
+    """Names and sizes, from any thread. Groups are dropped whole, the one used longest ago first.
 
     Bytes count from the moment that they are claimed until they are dropped, so a store that claims before it writes
     is never above its budget.
     """
 
-    def __init__(self, budget_nbytes: int | None, drop: Callable[[str], None]) -> None:
-        """`drop` gives an object's bytes back, or raises OSError and it stays. It is called with the lock held."""
+    def __init__(
+        self,
+        budget_nbytes: int | None,
+        drop: Callable[[str], None],
+        evicted: Callable[[int], None],
+        cost: Callable[[str, int, str | None], int],
+    ) -> None:
+        """Without an object.
+
+        Args:
+            budget_nbytes: the most that all objects may cost; None for no limit.
+            drop: gives an object's bytes back, or raises OSError and it stays. Called with the lock held.
+            evicted: told the length of each object that was dropped for others. Called with the lock held.
+            cost: bytes that an object of this key, length and group takes of the budget.
+
+        Raises:
+            ValueError: for a budget that is not positive.
+        """
+        if budget_nbytes is not None and budget_nbytes <= 0:
+            raise ValueError(f"{budget_nbytes=} must be positive bytes, or None for no limit")
         self._budget = budget_nbytes
         self._drop = drop
+        self._evicted = evicted
+        self._cost = cost
         self._changed = threading.Condition()
-        self._entries: dict[str, _Entry] = {}
-        self._groups: dict[Group, _Members] = {}  # the order is that of use
-        self._nbytes = 0
+        self._entries: dict[str, Entry] = {}
+        self._groups: dict[Group, set[str]] = {}  # in order of use
+        self._total = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held and claimed."""
+    def restore(self, key: str, nbytes: int, group: str | None) -> None:
+        """Enters what was there before; what was used last comes last."""
         with self._changed:
-            return self._nbytes
+            self._add(key, nbytes, group, there=True)
+
+    def shrink(self) -> None:
+        """Drops groups until the budget is kept, as far as they can be dropped."""
+        with self._changed:
+            self._make_room(0, set())
 
     def claim(self, item: Item, keep: Collection[Group], until: float) -> Put | None:
         """Room for an object, for which other groups may be dropped. None if it is claimed: then `settle` follows.
@@ -58,36 +87,28 @@ class Ledger:
         Waits while another thread writes an object of this name.
 
         Args:
-            keep: groups that are not dropped for it, beside its own.
+            keep: groups that are not dropped for it.
             until: when to give up (`monotonic`).
         """
-        nbytes, group = item.nbytes, group_of(item.key, item.group)
         with self._changed:
             if not self._wait(item.key, until):
                 return Put.LATE
             held = self._entries.get(item.key)
             if held:
-                self._touch(held.group)
-                return Put.HELD if held.nbytes == nbytes else Put.CONFLICT
-            if not self._make_room(nbytes, {group, *keep}):
+                self._use(held.group)
+                return Put.HELD if held.nbytes == item.nbytes else Put.CONFLICT
+            if not self._make_room(self._cost(item.key, item.nbytes, item.group), keep):
                 return Put.FULL
-            self._add(item.key, _Entry(nbytes, group, there=False))
+            self._add(item.key, item.nbytes, item.group, there=False)
             return None
 
     def settle(self, key: str, stored: bool) -> None:
         """Ends a claim."""
         with self._changed:
-            entry = self._entries[key]
-            entry.there = True
-            self._groups[entry.group].writing -= 1
+            self._entries[key].there = True
             if not stored:
                 self._forget(key)
             self._changed.notify_all()
-
-    def restore(self, key: str, nbytes: int, group: Group) -> None:
-        """Enters what a store found when it was opened; the one last used comes last."""
-        with self._changed:
-            self._add(key, _Entry(nbytes, group, there=True))
 
     def use(self, key: str) -> int | None:
         """An object's length, and that it was used now; None if it is not there."""
@@ -95,7 +116,7 @@ class Ledger:
             entry = self._entries.get(key)
             if entry is None or not entry.there:
                 return None
-            self._touch(entry.group)
+            self._use(entry.group)
             return entry.nbytes
 
     def holds(self, key: str) -> bool:
@@ -103,15 +124,15 @@ class Ledger:
         with self._changed:
             return key in self._entries and self._entries[key].there
 
-    def remove(self, key: str, until: float) -> bool:
-        """Drops an object, after another thread has written it. Whether it is gone."""
+    def remove(self, key: str, until: float, only_if: Callable[[str, int], bool] | None = None) -> bool:
+        """Drops an object, if `only_if` (key, length) says so; waits while it is written. Whether it is gone."""
         with self._changed:
-            return self._wait(key, until) and (key not in self._entries or self._dropped(key))
-
-    def shrink(self) -> None:
-        """Drops groups until the budget is kept, as far as that is possible."""
-        with self._changed:
-            self._make_room(0, set())
+            if not self._wait(key, until):
+                return False
+            entry = self._entries.get(key)
+            if entry is None:
+                return True
+            return (only_if is None or only_if(key, entry.nbytes)) and self._dropped(key)
 
     def _wait(self, key: str, until: float) -> bool:
         def idle() -> bool:
@@ -119,19 +140,25 @@ class Ledger:
 
         return self._changed.wait_for(idle, max(0.0, until - monotonic()))
 
-    def _make_room(self, nbytes: int, keep: Collection[Group]) -> bool:
-        if self._budget is None or self._nbytes + nbytes <= self._budget:
+    def _make_room(self, cost: int, keep: Collection[Group]) -> bool:
+        if self._budget is None or self._total + cost <= self._budget:
             return True
-        free = [group for group, members in self._groups.items() if group not in keep and not members.writing]
-        most = sum(self._entries[key].nbytes for group in free for key in self._groups[group].keys)
-        if self._nbytes - most + nbytes > self._budget:
+        free = [
+            (group, sorted(keys))
+            for group, keys in self._groups.items()
+            if group not in keep and all(self._entries[key].there for key in keys)
+        ]
+        most = sum(self._entries[key].cost for _, keys in free for key in keys)
+        if self._total - most + cost > self._budget:
             return False  # nothing is dropped in vain
-        for group in free:
-            if self._nbytes + nbytes <= self._budget:
-                break
-            for key in sorted(self._groups[group].keys):
-                self._dropped(key)
-        return self._nbytes + nbytes <= self._budget
+        for _, keys in free:
+            for key in keys:
+                nbytes = self._entries[key].nbytes
+                if self._dropped(key):
+                    self._evicted(nbytes)
+            if self._total + cost <= self._budget:
+                return True
+        return False
 
     def _dropped(self, key: str) -> bool:
         try:
@@ -141,20 +168,19 @@ class Ledger:
         self._forget(key)
         return True
 
-    def _add(self, key: str, entry: _Entry) -> None:
+    def _add(self, key: str, nbytes: int, group: str | None, there: bool) -> None:
+        entry = Entry(nbytes, self._cost(key, nbytes, group), group_of(key, group), there)
         self._entries[key] = entry
-        members = self._groups.setdefault(entry.group, _Members())
-        members.keys.add(key)
-        members.writing += not entry.there
-        self._touch(entry.group)
-        self._nbytes += entry.nbytes
+        self._groups.setdefault(entry.group, set()).add(key)
+        self._use(entry.group)
+        self._total += entry.cost
 
     def _forget(self, key: str) -> None:
         entry = self._entries.pop(key)
-        self._groups[entry.group].keys.remove(key)
-        if not self._groups[entry.group].keys:
+        self._groups[entry.group].remove(key)
+        if not self._groups[entry.group]:
             del self._groups[entry.group]
-        self._nbytes -= entry.nbytes
+        self._total -= entry.cost
 
-    def _touch(self, group: Group) -> None:
+    def _use(self, group: Group) -> None:
         self._groups[group] = self._groups.pop(group)

@@ -1,6 +1,7 @@
 """What a checkpoint's manifest says, as bytes and back.
 
-A header of 32 bytes (magic, format version, length and digest of the body), then JSON. The payload is an address space
+A header of 32 bytes (magic, format version, length of the body, digest of all but itself), which every version has,
+then JSON. The payload is an address space
 cut into parts, each an object. A leaf's bytes are one segment, or one a part for a leaf larger than a part; segments
 follow each other at the next multiple of 64 bytes. So the leaves' order and lengths determine all offsets, and what
 reads a manifest checks that they do.
@@ -24,8 +25,10 @@ from transfer.errors import TransferError
 
 VERSION = 1
 MAGIC = b"kdajaxCP"
-HEADER = struct.Struct("<8sII16s")
-"""Magic, format version, length of the body in bytes, its digest."""
+HEADER = struct.Struct("<8sII")
+"""Magic, format version, length of the body in bytes; a digest of these and the body follows."""
+BODY = HEADER.size + 16
+"""Where the body begins."""
 LARGEST = 2**63 - 1
 """Bytes of a leaf, elements along an axis."""
 
@@ -126,7 +129,7 @@ def parts_of(leaves: Iterable[Leaf]) -> tuple[Part, ...]:
 
 def _part(segments: Sequence[Segment]) -> Part:
     """The part that is made of these segments."""
-    content = "\n".join(f"{segment.offset} {segment.nbytes} {segment.digest}" for segment in segments)
+    content = "\n".join(f"{index} {offset} {nbytes} {digest}" for index, offset, nbytes, digest in segments)
     end = segments[-1].offset + segments[-1].nbytes
     return Part(xxhash.xxh3_128_hexdigest(content.encode()), end)
 
@@ -142,8 +145,13 @@ def encode(manifest: Manifest) -> np.ndarray:
         ],
     }
     body = json.dumps(content, separators=(",", ":")).encode()
-    header = HEADER.pack(MAGIC, VERSION, len(body), xxhash.xxh3_128_digest(body))
-    return np.frombuffer(header + body, np.uint8)
+    return np.frombuffer(signed(body), np.uint8)
+
+
+def signed(body: bytes, magic: bytes = MAGIC, version: int = VERSION) -> bytes:
+    """A body behind its header."""
+    header = HEADER.pack(magic, version, len(body))
+    return header + xxhash.xxh3_128_digest(header + body) + body
 
 
 def decode(raw: np.ndarray) -> Manifest:
@@ -152,16 +160,14 @@ def decode(raw: np.ndarray) -> Manifest:
     Raises:
         Unreadable: for anything else.
     """
-    if raw.nbytes < HEADER.size:
-        raise Unreadable(Miss.DAMAGED, f"{raw.nbytes} bytes, fewer than the header's {HEADER.size}")
-    magic, version, nbytes, digest = HEADER.unpack(raw[: HEADER.size].tobytes())
-    if magic != MAGIC:
-        raise Unreadable(Miss.DAMAGED, "not a manifest")
+    if raw.nbytes < BODY:
+        raise Unreadable(Miss.DAMAGED, f"{raw.nbytes} bytes, fewer than the header's {BODY}")
+    magic, version, nbytes = HEADER.unpack(raw[: HEADER.size].tobytes())
+    body = raw[BODY:].tobytes()
+    if magic != MAGIC or nbytes != len(body) or raw.tobytes() != signed(body, magic, version):
+        raise Unreadable(Miss.DAMAGED, f"{len(body)} bytes that are not the {nbytes} that were written")
     if version != VERSION:
         raise Unreadable(Miss.VERSION, f"format version {version}, this program reads {VERSION}")
-    body = raw[HEADER.size :].tobytes()
-    if nbytes != len(body) or digest != xxhash.xxh3_128_digest(body):
-        raise Unreadable(Miss.DAMAGED, f"{len(body)} bytes are not the {nbytes} that were written")
     try:
         return _manifest(json.loads(body))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -170,8 +176,8 @@ def decode(raw: np.ndarray) -> Manifest:
 
 def _manifest(content: Any) -> Manifest:
     """From JSON. Raises ValueError, KeyError or TypeError."""
-    parent = content["parent"]
-    about = About(_of(str, content["namespace"]), _size(content["boundary"]), parent and _of(str, parent))
+    parent = None if content["parent"] is None else _of(str, content["parent"])
+    about = About(_of(str, content["namespace"]), _size(content["boundary"]), parent)
     leaves = tuple(_leaf(leaf) for leaf in _of(list, content["leaves"]))
     _check_layout(leaves)
     if len({leaf.name for leaf in leaves}) != len(leaves):
@@ -216,5 +222,5 @@ def _of(kind: type, value: Any) -> Any:
 
 def _size(value: Any) -> int:
     if not 0 <= _of(int, value) <= LARGEST:
-        raise ValueError(f"{value:.3g} is no size")
+        raise ValueError("a size below 0 or beyond what there is")
     return value
