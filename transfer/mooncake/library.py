@@ -77,7 +77,7 @@ def connect(settings: MooncakeSettings) -> Library:
                 " share that MooncakeObjects, or close it first"
             )
         _reach(settings)
-        module = _load(settings)
+        module = load(settings)
         store = module.MooncakeDistributedStore()
         code = store.setup(
             settings.hostname,
@@ -117,9 +117,13 @@ def _reach(settings: MooncakeSettings) -> None:
         ) from error
 
 
-def _load(settings: MooncakeSettings) -> Any:
-    """The module `mooncake.store`, which reads the environment when it is imported."""
-    environment = {
+def load(settings: MooncakeSettings) -> Any:
+    """The module `mooncake.store`, which reads the environment when it is imported; what is set there already stays.
+
+    Raises:
+        Unavailable: it cannot be imported; says what to install.
+    """
+    environment = {  # less talk, and less patience with what does not answer
         "MC_LOG_LEVEL": "ERROR",
         "MC_YLT_LOG_LEVEL": "error",
         "MC_STORE_CLIENT_METRIC": "0",
@@ -129,6 +133,7 @@ def _load(settings: MooncakeSettings) -> Any:
     }
     if settings.protocol == "tcp":
         environment |= {"MC_FORCE_TCP": "1", "MC_TCP_BIND_ADDRESS": settings.hostname}
+        environment |= {"MC_TCP_STATUS_TIMEOUT_SEC": "5"}
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:

@@ -95,5 +95,5 @@ class Memory:
 
 def rounded(nbytes: int) -> int:
     """The next multiple of 64 KiB, or of an eighth of a power of two, so that blocks fit again."""
-    step = 1 << max(16, (nbytes - 1).bit_length() - 3)
+    step = 1 << max(16, (nbytes - 1).bit_length() - 4)
     return -(-nbytes // step) * step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, groupby
 
 import numpy as np
@@ -15,10 +15,8 @@ from transfer.mooncake.memory import Memory
 from transfer.mooncake.settings import MIB
 from transfer.objects import Bytes, Item
 
-STRAIGHT = MIB // 4  # bytes of a piece from which on a transfer of its own costs less than a copy
-SLICE = MIB  # bytes of one of the transfers that the library keeps in flight side by side
+STRAIGHT = MIB  # bytes of a piece from which on a transfer of its own costs less than a copy
 AGAIN = frozenset({"full", "transfer", "unfinished"})  # another moment, or another process, may have room
-
 EMPTY = np.empty(0, np.uint8)
 
 
@@ -90,7 +88,7 @@ class Puts:
                 pieces, room = [np.concatenate(pieces, out=room[:nbytes])], room[nbytes:]
             for piece in pieces:
                 extend(runs, piece)
-        return [part for run in runs for part in sliced(*run)]
+        return runs
 
     def _is_staged(self, piece: Bytes) -> bool:
         return self._from is None or piece.nbytes < self._from
@@ -105,11 +103,3 @@ def extend(runs: list[tuple[int, int]], piece: Bytes) -> None:
         runs[-1] = (runs[-1][0], runs[-1][1] + piece.nbytes)
     else:
         runs.append((address, piece.nbytes))
-
-
-def sliced(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """A run as slices of about the same size."""
-    count = max(1, nbytes // SLICE)
-    for i in range(count):
-        start, end = nbytes * i // count, nbytes * (i + 1) // count
-        yield address + start, end - start
