@@ -23,7 +23,7 @@ import xxhash
 
 from own_network import own_network
 from transfer import About
-from transfer.manifest import HEADER, MAGIC, VERSION, Leaf, Manifest, Segment, encode, parts_of
+from transfer.manifest import BODY, HEADER, MAGIC, VERSION, Leaf, Manifest, Segment, encode, parts_of, signed
 from transfer.mooncake.local import LocalMooncake
 from transfer.packing import pack
 from transfer_actor import NAMESPACE, Actor, Died, contents, digest, every_dtype, raw_bytes
@@ -151,10 +151,10 @@ def test_each_object_in_turn_is(how: str, pair: tuple[Actor, Actor]) -> None:
         assert written_and_read(writer, reader, name, 2), key
 
 
-def manifest_bytes(body: bytes, version: int = VERSION, nbytes: int | None = None) -> bytes:
-    """With a header that is right, or else says what it is told to."""
-    said = len(body) if nbytes is None else nbytes
-    return HEADER.pack(MAGIC, version, said, xxhash.xxh3_128_digest(body)) + body
+def said_to_be(nbytes: int, body: bytes) -> bytes:
+    """A manifest whose header claims another length."""
+    header = HEADER.pack(MAGIC, VERSION, nbytes)
+    return header + xxhash.xxh3_128_digest(header + body) + body
 
 
 def claims(shape: tuple[int, ...], nbytes: int) -> Manifest:
@@ -167,26 +167,24 @@ def whole(namespace: str = NAMESPACE) -> bytes:
     return encode(pack(contents(3, NBYTES), About(namespace, 3), PART).manifest).tobytes()
 
 
+def with_shape(shape: tuple[int, ...]) -> bytes:
+    """A manifest whose leaf has another shape than its bytes make."""
+    content = json.loads(encode(claims((64,), 64)).tobytes()[BODY:])
+    content["leaves"][0]["shape"] = shape
+    return signed(json.dumps(content).encode())
+
+
 GIB = 1 << 30
 MANIFESTS = {
     "other_namespace": (whole("another"), "namespace", True),
-    "other_version": (manifest_bytes(b"{}", version=VERSION + 1), "version", True),
-    "not_json": (manifest_bytes(b"\xff{nothing"), "damaged manifest", False),
-    "json_of_nothing": (manifest_bytes(b"[]"), "damaged manifest", False),
+    "other_version": (signed(b"{}", version=VERSION + 1), "version", True),
+    "not_json": (signed(b"\xff{nothing"), "damaged manifest", False),
+    "json_of_nothing": (signed(b"[]"), "damaged manifest", False),
     "not_a_manifest": (bytes(range(256)), "damaged manifest", False),
     "one_byte": (b"k", "damaged manifest", False),
-    "header_claims_1_gib": (manifest_bytes(b"{}", nbytes=GIB), "damaged manifest", False),
+    "header_claims_1_gib": (said_to_be(GIB, b"{}"), "damaged manifest", False),
     "part_claims_1_gib": (encode(claims((GIB,), GIB)).tobytes(), "lost part", True),
-    "shape_claims_1_gib": (
-        manifest_bytes(
-            json.dumps(
-                json.loads(encode(claims((64,), 64)).tobytes()[HEADER.size :])
-                | {"leaves": [{**claims((64,), 64).leaves[0]._asdict(), "shape": [GIB]}]}
-            ).encode()
-        ),
-        "damaged manifest",
-        False,
-    ),
+    "shape_claims_1_gib": (with_shape((GIB,)), "damaged manifest", False),
 }
 
 
@@ -431,6 +429,25 @@ def a_lease_ends_during_a_read() -> None:
             assert outcomes.get("get absent", 0) + outcomes.get("get expired", 0) >= 1, outcomes
 
 
+def damage_is_found_within_a_lease() -> None:
+    """It is put right at once, not when nobody has read it for as long as Mooncake keeps what was read."""
+    packed = pack(contents(2, NBYTES), About(NAMESPACE, 2), PART)
+    part = b"".join(piece.tobytes() for piece in packed.parts[0])
+    with local(lease_ms=60_000) as mooncake, worker(mooncake) as writer, worker(mooncake) as reader:
+        damaged = {"flipped": bytes([part[0] ^ 1]) + part[1:], "short": part[:-1]}
+        for name, raw in damaged.items():
+            key = packed.manifest.part_keys(name)[0]
+            assert writer.do("put_raw", key=key, raw=raw.hex(), timeout=TIMEOUT_S) == "stored"
+            assert write(writer, name, 2) == "stored"
+            assert name == "short" or read(reader, name, 2) is None
+            assert written_and_read(writer, reader, name, 2), name
+        for name in ("found by a reader", "found by a writer"):
+            key = name.replace(" ", "-")
+            assert writer.do("put_raw", key=key, raw=bytes(100).hex(), timeout=TIMEOUT_S) == "stored"
+            assert name == "found by a writer" or read(reader, key, 2) is None
+            assert written_and_read(writer, reader, key, 2), name
+
+
 MOMENTS = ("before", "during", "after")
 FAULTS: dict[str, Callable[[], None]] = {
     **{
@@ -445,6 +462,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "master_stopped": lambda: one_is_stopped("master"),
     "store_stopped": lambda: one_is_stopped("store"),
     "store_full": the_store_is_full,
+    "damage_within_a_lease": damage_is_found_within_a_lease,
     "lease_ends": a_lease_ends_during_a_read,
 }
 

@@ -183,7 +183,7 @@ def test_wrong_use_is_refused(opened: Open) -> None:
         objects.put([item(nbytes=0)], LONG)
     with pytest.raises(ValueError, match="positive"):
         objects.get([Read("a")], 0)
-    with pytest.raises(ValueError, match="a key is"):
+    with pytest.raises(ValueError, match="a key or group is"):
         objects.contains(["no key"], LONG)
     assert objects.put([], LONG) == [] == objects.get([], LONG)
 

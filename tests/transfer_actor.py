@@ -304,7 +304,7 @@ class Stage:
     def replace(self, key: str, how: str, timeout: float) -> None:
         """Takes an object away, and stores it again short by a byte or with a bit flipped, unless `how` is removed."""
         (raw,) = self.objects.get([Read(key)], timeout)
-        assert raw is not None and self.objects.remove([key], timeout) == [True]
+        assert raw is not None and self.objects.remove([key], timeout, force=True) == [True]
         if how == "truncated":
             raw = raw[:-1]
         if how == "flipped":

@@ -116,7 +116,10 @@ def fetch(
 
 
 def withdraw(objects: Objects, name: str, timeout: float) -> bool:
-    """Removes a checkpoint, the manifest first; whether all of it is gone. What no manifest names is not found."""
+    """Removes a checkpoint, the manifest first; whether all of it is gone. What no manifest names is not found.
+
+    A store that protects what is being read needs more time for it than that lasts (Mooncake: one lease).
+    """
     until = deadline(timeout)
     keys = []
     try:
@@ -136,28 +139,31 @@ def _put_parts(objects: Objects, items: Sequence[Item], until: float) -> list[Pu
     if not damaged:
         return puts
     again = [Put.FAILED] * len(damaged)
-    if all(_remove(objects, [item.key for item in damaged], until)):
+    if all(_remove(objects, [item.key for item in damaged], until, force=True)):
         again = [Put.FAILED if put is Put.CONFLICT else put for put in _put(objects, damaged, until)]
     renewed = iter(again)
     return [next(renewed) if put is Put.CONFLICT else put for put in puts]
 
 
 def _put_manifest(objects: Objects, item: Item, until: float) -> Put:
-    """Stores the manifest; if there is one, tells an equal one from another one and from a damaged one."""
+    """Stores the manifest; if there is one, tells an equal one from another one and from a damaged one.
+
+    What was stored is read too: of two writers at the same time, some stores tell both that they were the first.
+    """
     for _ in range(2):
         put = _put(objects, [item], until)[0]
-        if put not in (Put.HELD, Put.CONFLICT):
+        if not put.there and put is not Put.CONFLICT:
             return put
         held = _get(objects, [Read(item.key)], until)[0]
         if held is None:
             return Put.LATE if monotonic() >= until else Put.FAILED
         if held.tobytes() == item.pieces[0].tobytes():
-            return Put.HELD
+            return Put.STORED if put is Put.STORED else Put.HELD
         try:
             decode(held)
             return Put.CONFLICT
         except Unreadable as error:
-            if error.miss is Miss.VERSION or not all(_remove(objects, [item.key], until)):
+            if error.miss is Miss.VERSION or not all(_remove(objects, [item.key], until, force=True)):
                 return Put.CONFLICT
     return Put.FAILED
 
@@ -192,7 +198,7 @@ def _fetch(
         )
     except Unreadable as error:
         if error.part is not None:
-            _remove(objects, [keys[error.part]], until)
+            _remove(objects, [keys[error.part]], until, force=True)
         raise
     return Checkpoint(manifest.about, arrays, sum(array.nbytes for array in arrays.values()), copied)
 
@@ -206,7 +212,7 @@ def _manifest(objects: Objects, name: str, until: float, heal: bool = False) -> 
         return decode(raw)
     except Unreadable as error:
         if heal and error.miss is Miss.DAMAGED:
-            _remove(objects, [name], until)
+            _remove(objects, [name], until, force=True)
         raise
 
 
@@ -223,6 +229,6 @@ def _get(objects: Objects, reads: Sequence[Read], until: float) -> list[Bytes | 
     return objects.get(reads, left) if reads and left > 0 else [None] * len(reads)
 
 
-def _remove(objects: Objects, keys: Sequence[str], until: float) -> list[bool]:
+def _remove(objects: Objects, keys: Sequence[str], until: float, force: bool = False) -> list[bool]:
     left = until - monotonic()
-    return objects.remove(keys, left) if keys and left > 0 else [False] * len(keys)
+    return objects.remove(keys, left, force) if keys and left > 0 else [False] * len(keys)
