@@ -411,7 +411,9 @@ def a_lease_ends_during_a_read() -> None:
             assert (
                 writer.do("put", seeds={"0": 0, "small": 0}, nbytes=64, timeout=TIMEOUT_S) == ["stored"] * 2
             )
-            assert reader.do("get", keys=["small"], timeout=TIMEOUT_S) != [None]  # they know each other
+            assert until(
+                lambda: reader.do("get", keys=["small"], timeout=TIMEOUT_S) != [None]
+            )  # they know each other
             last = 0
             for seed in range(1, 6):
                 assert mooncake.store_pid is not None
