@@ -60,9 +60,9 @@ def test_a_call_ends_by_its_deadline(store: FakeStore, opened: Open) -> None:
         (lambda: objects.get([Read("a")], SOON), [None]),  # no thread is left for this one
         (lambda: objects.put([item("z")], SOON), [Put.LATE]),
     ]
-    for call, expected in calls:
+    for do, expected in calls:
         start = monotonic()
-        assert call() == expected
+        assert do() == expected
         assert monotonic() - start < 10 * SOON
     assert outcomes(objects.counters(), "put") == {"stored": 1, "late": 3}
     store.open.set()
@@ -212,9 +212,9 @@ def test_close_waits_for_calls_and_refuses_later_ones(store: FakeStore, opened: 
     closing = threading.Thread(target=objects.close)
     closing.start()
     wait_until(lambda: objects._threads.closing.is_set())
-    for call in (lambda: objects.get([Read("a")], LONG), lambda: objects.put([], LONG)):
+    for late in (lambda: objects.get([Read("a")], LONG), lambda: objects.put([], LONG)):
         with pytest.raises(Closed, match="after it was closed"):
-            call()
+            late()
     assert not store.closed
     store.open.set()
     assert ends(getting) and ends(closing) and store.closed == 1

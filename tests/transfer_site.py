@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mooncake_fake import FakeStore, fake
 from transfer import Bytes, Counters, DiskObjects, Item, MemoryObjects, Objects, Put, Read
 from transfer.dtypes import DTYPES
 from transfer.manifest import BODY, signed
+from transfer.mooncake import MooncakeObjects
 
 MIB = 2**20
 TIMEOUT = 20.0
@@ -31,7 +33,16 @@ def disk(request: pytest.FixtureRequest) -> Objects:
     return DiskObjects(folder / "objects", 64 * MIB, sync=False)
 
 
-STORES: dict[str, Callable[[pytest.FixtureRequest], Objects]] = {"memory": memory, "disk": disk}
+def mooncake(request: pytest.FixtureRequest) -> Objects:
+    """The adapter; the store object is one of our own, with the codes of the real one."""
+    return MooncakeObjects(library=fake(FakeStore()))
+
+
+STORES: dict[str, Callable[[pytest.FixtureRequest], Objects]] = {
+    "memory": memory,
+    "disk": disk,
+    "mooncake": mooncake,
+}
 """What opens an empty store, by name. All that stores share is tested for each."""
 
 
