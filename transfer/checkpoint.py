@@ -146,19 +146,16 @@ def _put_parts(objects: Objects, items: Sequence[Item], until: float) -> list[Pu
 
 
 def _put_manifest(objects: Objects, item: Item, until: float) -> Put:
-    """Stores the manifest; if there is one, tells an equal one from another one and from a damaged one.
-
-    What was stored is read too: of two writers at the same time, some stores tell both that they were the first.
-    """
+    """Stores the manifest; if there is one, tells an equal one from another one and from a damaged one."""
     for _ in range(2):
         put = _put(objects, [item], until)[0]
-        if not put.there and put is not Put.CONFLICT:
+        if put not in (Put.HELD, Put.CONFLICT):
             return put
         held = _get(objects, [Read(item.key)], until)[0]
         if held is None:
             return Put.LATE if monotonic() >= until else Put.FAILED
         if held.tobytes() == item.pieces[0].tobytes():
-            return Put.STORED if put is Put.STORED else Put.HELD
+            return Put.HELD
         try:
             decode(held)
             return Put.CONFLICT
