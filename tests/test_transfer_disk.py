@@ -47,10 +47,17 @@ def test_killed_at_any_instant_an_object_is_whole_or_absent(tmp_path: Path) -> N
 
     Every object that was stored before is whole, none is above the budget, and enough were killed while they wrote.
     """
-    command = [sys.executable, str(ROOT / "tests" / "disk_killer.py"), str(tmp_path), "210", "1"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        str(ROOT / "tests" / "disk_killer.py"),
+        str(tmp_path),
+        "210",
+        "1",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}  # it forks
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     notes = json.loads(done.stdout)
     assert notes["roomy"]["kills"] + notes["tight"]["kills"] == 210

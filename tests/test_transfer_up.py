@@ -59,7 +59,9 @@ def is_served(address: str) -> bool:
 
 def start(*command: str) -> tuple[subprocess.Popen[str], dict]:
     """`up`, or what starts it, and what it printed."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     assert process.stdout is not None
     return process, json.loads(process.stdout.readline())
 
@@ -76,7 +78,7 @@ def test_a_signal_stops_all(number: signal.Signals) -> None:
     assert is_served(facts["address"]) and is_served(urlsplit(facts["metrics"]).netloc)
     assert facts["segment_mb"] == 16 and facts["lease_ms"] == 10_000
     assert alive(facts["master_pid"]) and alive(facts["store_pid"])
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does
     assert end(process) == (-9 if number == signal.SIGKILL else 0, "")
     assert wait_for(lambda: not alive(facts["master_pid"]) and not alive(facts["store_pid"]))
 

@@ -90,7 +90,7 @@ def fetch(
 ) -> Checkpoint | None:
     """Reads a checkpoint, or some leaves of it, and compares every byte that it returns with its digest.
 
-    What is found damaged is removed, so that the next `publish` can put it right.
+    A damaged part is removed, so that the next `publish` can put it right.
 
     Args:
         namespace: the one that it has to be of.
@@ -116,7 +116,10 @@ def fetch(
 
 
 def withdraw(objects: Objects, name: str, timeout: float) -> bool:
-    """Removes a checkpoint, the manifest first; whether all of it is gone. What no manifest names is not found."""
+    """Removes a checkpoint, the manifest first; whether all of it is gone. What no manifest names is not found.
+
+    A store that protects what is being read needs more time for it than that lasts (Mooncake: one lease).
+    """
     until = deadline(timeout)
     keys = []
     try:
@@ -136,7 +139,7 @@ def _put_parts(objects: Objects, items: Sequence[Item], until: float) -> list[Pu
     if not damaged:
         return puts
     again = [Put.FAILED] * len(damaged)
-    if all(_remove(objects, [item.key for item in damaged], until)):
+    if all(_remove(objects, [item.key for item in damaged], until, force=True)):
         again = [Put.FAILED if put is Put.CONFLICT else put for put in _put(objects, damaged, until)]
     renewed = iter(again)
     return [next(renewed) if put is Put.CONFLICT else put for put in puts]
@@ -157,7 +160,7 @@ def _put_manifest(objects: Objects, item: Item, until: float) -> Put:
             decode(held)
             return Put.CONFLICT
         except Unreadable as error:
-            if error.miss is Miss.VERSION or not all(_remove(objects, [item.key], until)):
+            if error.miss is Miss.VERSION or not all(_remove(objects, [item.key], until, force=True)):
                 return Put.CONFLICT
     return Put.FAILED
 
@@ -176,7 +179,7 @@ def _take_back(objects: Objects, name: str, own: Sequence[str], there: bool, unt
 def _fetch(
     objects: Objects, name: str, namespace: str, leaves: Collection[str] | None, until: float
 ) -> Checkpoint:
-    manifest = _manifest(objects, name, until, heal=True)
+    manifest = _manifest(objects, name, until)
     if manifest.about.namespace != namespace:
         raise Unreadable(Miss.NAMESPACE, f"of {manifest.about.namespace!r}, not {namespace!r}")
     wanted = {leaf.name for leaf in manifest.leaves} if leaves is None else set(leaves)
@@ -192,22 +195,17 @@ def _fetch(
         )
     except Unreadable as error:
         if error.part is not None:
-            _remove(objects, [keys[error.part]], until)
+            _remove(objects, [keys[error.part]], until, force=True)
         raise
     return Checkpoint(manifest.about, arrays, sum(array.nbytes for array in arrays.values()), copied)
 
 
-def _manifest(objects: Objects, name: str, until: float, heal: bool = False) -> Manifest:
-    """Reads the manifest, and removes it if it is damaged and `heal`. Raises Unreadable."""
-    raw = _get(objects, [Read(name)], until)[0]
+def _manifest(objects: Objects, name: str, until: float) -> Manifest:
+    """Raises Unreadable."""
+    [raw] = _get(objects, [Read(name)], until)
     if raw is None:
         raise Unreadable(Miss.LATE if monotonic() >= until else Miss.ABSENT, "no manifest was read")
-    try:
-        return decode(raw)
-    except Unreadable as error:
-        if heal and error.miss is Miss.DAMAGED:
-            _remove(objects, [name], until)
-        raise
+    return decode(raw)
 
 
 # a store's call with what is left of the time; without any, as if it had been late
@@ -223,6 +221,6 @@ def _get(objects: Objects, reads: Sequence[Read], until: float) -> list[Bytes | 
     return objects.get(reads, left) if reads and left > 0 else [None] * len(reads)
 
 
-def _remove(objects: Objects, keys: Sequence[str], until: float) -> list[bool]:
+def _remove(objects: Objects, keys: Sequence[str], until: float, force: bool = False) -> list[bool]:
     left = until - monotonic()
-    return objects.remove(keys, left) if keys and left > 0 else [False] * len(keys)
+    return objects.remove(keys, left, force) if keys and left > 0 else [False] * len(keys)
