@@ -33,6 +33,16 @@ def test_the_caches_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "960\n"
 
 
+def test_the_transfers_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "transfer" / "README.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, "transfer/README.md", "exec"), {})
+    assert capsys.readouterr().out == "512 (1, 4, 64, 64)\n"
+
+
 def test_the_tree_is_there() -> None:
     tree = README.split("## The tree")[1].split("```")[1]
     top = ""
