@@ -18,7 +18,7 @@ class News(Enum):
     WHOLE = "whole"
     """Every byte is in the receiver's memory."""
     VOID = "void"
-    """Not all bytes are there, or they are not the right ones any more, and no more come."""
+    """Not all bytes are there, or their sender had given up before they were, and no more come."""
     BROKEN = "broken"
     """Not all bytes are there. The sender's library has stopped; what it gave to the network before may still come."""
 
