@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from page_site import Child, Site, random_pool
 
 from own_network import own_network
+from page_site import Child, Site, random_pool
 from transfer import Closed, Unavailable
 from transfer.pages import (
     Descriptor,
