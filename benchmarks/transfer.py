@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from benchmarks import machine, report, restore
+from benchmarks import machine, pages, report, restore
 from benchmarks.bare import BareMooncake, Socket
 from benchmarks.timing import Contender, Timing, race
 from kda_jax.config import ModelConfig
@@ -195,15 +195,15 @@ def _records(what: Sample, op: str, timings: Mapping[str, Timing], ways: list[Wa
 
 
 def main(json: Path | None = None, quick: bool = False) -> dict[str, Any]:
-    """Move checkpoints through every store, then find from how many tokens on restoring beats recomputing.
+    """Move checkpoints through every store, find from how many tokens on restoring beats recomputing, push pages.
 
     Args:
         json: where to write the report; None writes none.
         quick: the small model's checkpoint alone, few rounds: a look at whether everything runs.
 
     Returns:
-        The report, as written: `results` [{sample, nbytes, op, store, level, seconds, ratio_to_bare, copied, ...}]
-        and `restore`.
+        The report, as written: `results` [{sample, nbytes, op, store, level, seconds, ratio_to_bare, copied, ...}],
+        `restore` and `pages`.
 
     Raises:
         transfer.Unavailable: Mooncake is not installed or does not start; says what to do.
@@ -228,12 +228,14 @@ def main(json: Path | None = None, quick: bool = False) -> dict[str, Any]:
             records += measure(what, stores, bare, rounds, log)
             bare.close()
         restored = restore.measure(stores, quick, log)
+        pushed = pages.measure(quick, log)
     result = {
         "benchmark": "transfer",
         "machine": machine.describe(),
-        "notes": NOTES | restore.NOTES,
+        "notes": NOTES | restore.NOTES | pages.NOTES,
         "results": records,
         "restore": restored,
+        "pages": pushed,
     }
     show(console, result)
     if json is not None:
@@ -261,3 +263,4 @@ def show(console: Any, result: Mapping[str, Any]) -> None:
         columns = ("", "ms, least / median", "GiB/s", "of bare", "copied")
         console.print(report.table(title, columns, rows))
     restore.show(console, result["restore"])
+    pages.show(console, result["pages"])
