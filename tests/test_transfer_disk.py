@@ -150,14 +150,14 @@ def test_bytes_are_on_the_disk_before_the_name_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
 ) -> None:
     steps: list[str] = []
-    for name in ("writev", "fdatasync", "rename"):
+    for name in ("writev", "fsync", "rename"):
         real = getattr(os, name)
         monkeypatch.setattr(
             os, name, lambda *a, real=real, name=name, **k: (steps.append(name), real(*a, **k))[1]
         )
     with DiskObjects(tmp_path, MIB, sync=sync) as objects:
         objects.put([item("a", b"1")], TIMEOUT)
-    assert steps == (["writev", "fdatasync", "rename"] if sync else ["writev", "rename"])
+    assert steps == (["writev", "fsync", "rename"] if sync else ["writev", "rename"])
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -334,7 +334,7 @@ def test_a_file_where_a_folder_belongs_is_an_outcome(tmp_path: Path) -> None:
         assert read(objects, "a") is None and not os.listdir(tmp_path / "writing")
 
 
-@pytest.mark.parametrize("step", ["open", "writev", "fdatasync", "fstat", "rename"])
+@pytest.mark.parametrize("step", ["open", "writev", "fsync", "fstat", "rename"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES])
 def test_an_error_of_any_step_of_a_put_is_an_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: int
@@ -367,6 +367,25 @@ def test_a_read_that_fails_is_a_miss_and_loses_nothing(
             patch.setattr(os, "preadv", fail)
             assert read(objects, "a") is None
         assert objects.counters().operations["get", "failed"].objects == 1
+        assert read(objects, "a") == content("a", 500)
+
+
+def test_a_read_that_came_between_two_writers_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found no file, but when it looks again there is one."""
+    real, failed = os.open, []
+
+    def gone_once(*args: Any, **kwargs: Any) -> int:
+        if failed:
+            return real(*args, **kwargs)
+        failed.append(args)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    with reopened(tmp_path) as objects:
+        objects.put([item("a", content("a", 500))], TIMEOUT)
+        monkeypatch.setattr(os, "open", gone_once)
+        assert read(objects, "a") is None and failed
         assert read(objects, "a") == content("a", 500)
 
 
@@ -411,6 +430,35 @@ def test_a_second_writer_waits_for_the_first(tmp_path: Path, monkeypatch: pytest
         assert objects.put([item("a", b"1")], TIMEOUT) == [Put.HELD]
         writer.join()
         assert first == [Put.STORED]
+
+
+def test_close_waits_for_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go = threading.Event(), threading.Event()
+    real = os.preadv
+
+    def preadv(*args: Any) -> int:
+        inside.set()
+        assert go.wait(TIMEOUT)
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    objects, got = reopened(tmp_path), []
+    objects.put([item("a", content("a", 500))], TIMEOUT)
+    reader = threading.Thread(target=lambda: got.append(read(objects, "a")))
+    reader.start()
+    assert inside.wait(TIMEOUT)
+    closers = [threading.Thread(target=objects.close) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+        closer.join(0.05)
+        assert closer.is_alive()
+    with pytest.raises(Unavailable, match="in use"):
+        reopened(tmp_path)
+    go.set()
+    for thread in (reader, *closers):
+        thread.join(TIMEOUT)
+    assert got == [content("a", 500)]
+    reopened(tmp_path).close()
 
 
 def test_a_store_that_was_not_closed_ends_with_its_process(tmp_path: Path) -> None:
