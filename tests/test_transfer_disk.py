@@ -33,13 +33,16 @@ def files(folder: Path) -> list[Path]:
     return sorted((folder / "objects").glob("*/*"))
 
 
+def environment() -> dict[str, str]:
+    """In which a process imports the product and the tests, and has one thread."""
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
+
+
 def python(code: str, *args: str, **kwargs: Any) -> subprocess.Popen[str]:
     """A process that can import the product and the tests."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": paths}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True, env=environment, **kwargs
-    )
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), **kwargs)
 
 
 def test_killed_at_any_instant_an_object_is_whole_or_absent(tmp_path: Path) -> None:
@@ -56,8 +59,7 @@ def test_killed_at_any_instant_an_object_is_whole_or_absent(tmp_path: Path) -> N
         "210",
         "1",
     ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}  # it forks
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr
     notes = json.loads(done.stdout)
     assert notes["roomy"]["kills"] + notes["tight"]["kills"] == 210
@@ -220,7 +222,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     folder.mkdir()
     if mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)):
         yield folder
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
         return
     real = os.writev
 
@@ -291,7 +293,7 @@ def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     yield folder, freeze
     monkeypatch.undo()
     if mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755)
 
@@ -387,6 +389,24 @@ def test_a_read_that_came_between_two_writers_loses_nothing(
         monkeypatch.setattr(os, "open", gone_once)
         assert read(objects, "a") is None and failed
         assert read(objects, "a") == content("a", 500)
+
+
+def test_another_object_in_its_place_is_a_miss(tmp_path: Path) -> None:
+    with reopened(tmp_path) as objects:
+        objects.put([item(key, content(key, 500)) for key in "ab"], TIMEOUT)
+        one, two = files(tmp_path)
+        one.write_bytes(two.read_bytes())
+        assert [read(objects, key) for key in "ab"].count(None) == 1
+        assert objects.counters().operations["get", "damaged"].objects == 1
+        assert len(files(tmp_path)) == 1
+
+
+def test_a_file_that_ends_while_it_is_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reopened(tmp_path) as objects:
+        objects.put([item("a", content("a", 500))], TIMEOUT)
+        monkeypatch.setattr(os, "preadv", lambda *args: 0)
+        assert objects.get([Read("a")], 2) == [None]
+        assert objects.counters().operations["get", "damaged"].objects == 1
 
 
 def test_slow_calls_end_at_their_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
