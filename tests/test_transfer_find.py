@@ -406,7 +406,7 @@ def test_marks_list_the_deepest_and_some_of_all() -> None:
     (listed, *_) = marks_of([9_999], range(1, 20_000), LADDER).values()
     assert len(listed) == LISTED and listed[:32] == list(range(9_999, 9_967, -1))
     assert max(a - b for a, b in pairwise(listed)) < 400 and listed[-1] < 400
-    assert decode(encode(listed)) == listed
+    assert decode(encode(listed)) == listed and decode(encode([7, 3])) == [7, 3]
 
 
 @given(st.lists(st.integers()), st.integers(0, 20))
