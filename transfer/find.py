@@ -29,6 +29,7 @@ from itertools import chain, islice
 from time import monotonic
 from typing import NamedTuple
 
+from transfer.calls import deadline
 from transfer.marks import LADDER, Ladder, Mark, Path, decode, spread
 from transfer.objects import Objects, Read
 
@@ -95,9 +96,7 @@ def find(
     Raises:
         ValueError: for a timeout that is not positive, fewer probes than three calls need, and steps that do not fit.
     """
-    if timeout <= 0:
-        raise ValueError(f"{timeout=} must be positive: it is how many seconds the calls may take together")
-    until, rounds, asked = monotonic() + timeout, 0, 0
+    until, rounds, asked = deadline(timeout), 0, 0
     steps = search(limit, probes, ladder)
     try:
         question = next(steps)
@@ -148,7 +147,7 @@ class _Seen:
         sure: listed boundaries that lie on the prompt.
         guessed: listed boundaries of the prompt or of a sibling.
         tested: boundaries that were asked about, and whether the checkpoint is there.
-        cut_off: the deepest boundary whose marks were not asked for, for want of probes.
+        cut_off: the deepest boundary whose marks were not asked for.
     """
 
     limit: int

@@ -93,7 +93,8 @@ def announce(
     marks that were evicted come back. What fails costs later hits, nothing else.
 
     Args:
-        boundaries: of the checkpoints, tokens, positive.
+        boundaries: of the checkpoints, tokens, positive; with the one that the prefill resumed from, whose marks may be
+            evicted before it is.
         known: other boundaries of this prompt that had a checkpoint: `Found.known`, and those announced since.
         timeout: seconds until the call has ended.
 
