@@ -90,7 +90,7 @@ def test_pages_that_are_there_are_not_written_again(objects: Objects) -> None:
     first = shared(objects)
     first.publish(TOKENS, states(32))
     before = objects.counters().operations["put", "stored"].objects
-    shared(objects).publish(TOKENS, states(48), after=32)
+    shared(objects).publish(TOKENS, states(48), resumed=32)
     pages, state = 2, 1  # the marks of 32 are those of 48
     assert objects.counters().operations["put", "stored"].objects - before == 2 * (pages + state)
 

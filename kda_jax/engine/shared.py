@@ -14,9 +14,7 @@ from cache.tokens import Tokens, as_tokens
 from kda_jax.engine.checkpoint import cut, join
 from kda_jax.engine.object_storage import ObjectStorage
 from kda_jax.state import ModelState
-from transfer import Objects
-from transfer.find import Found, find
-from transfer.marks import announce
+from transfer import Found, Objects, announce, find
 
 PAGE = 512
 
@@ -57,7 +55,7 @@ class Shared:
         tokens: Sequence[int] | Tokens,
         states: Mapping[int, ModelState],
         *,
-        after: int = 0,
+        resumed: int = 0,
         known: Sequence[int] = (),
     ) -> list[int]:
         """Stores states of one prompt: the pages before each, then the state, then the marks to find it by.
@@ -65,13 +63,13 @@ class Shared:
         Args:
             tokens: the prompt, or its beginning up to the deepest boundary.
             states: by boundary, of one row each.
-            after: tokens whose pages the store holds already.
+            resumed: the boundary that the prompt was resumed at: the store has the pages before it.
             known: other boundaries that the store has of this prompt, as `Resumed.found.known`.
 
         Returns:
             The boundaries that are there now. The store may fail, or have no room: then fewer.
         """
-        keys, stored = _Keys(self._namespace, self._page, as_tokens(tokens)), []
+        keys, stored, after = _Keys(self._namespace, self._page, as_tokens(tokens)), [], resumed
         for boundary, state in sorted(states.items()):
             leaves, pages = cut(state, self._page, after=after, int8=self._int8)
             first = boundary // self._page - len(pages)
@@ -82,7 +80,8 @@ class Shared:
                 stored.append(boundary)
                 after = max(after, boundary)
         if stored:
-            announce(self._objects, keys.name, stored, known, self._storage.timeout)
+            passed = [resumed] if resumed else []  # its marks may have been evicted
+            announce(self._objects, keys.name, [*passed, *stored], known, self._storage.timeout)
         return stored
 
     def resume(self, tokens: Sequence[int] | Tokens) -> Resumed:
