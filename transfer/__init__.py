@@ -6,7 +6,7 @@ Knows bytes and names; no jax, no tokens.
 from transfer.checkpoint import Checkpoint, fetch, publish, withdraw
 from transfer.counters import Counters, Operation, Recorder
 from transfer.disk import DiskObjects
-from transfer.errors import Closed, Conflict, TransferError, Unavailable
+from transfer.errors import Closed, TransferError, Unavailable
 from transfer.find import Found, find
 from transfer.manifest import About, Miss
 from transfer.marks import Ladder, Path, announce
@@ -18,7 +18,6 @@ __all__ = [
     "Bytes",
     "Checkpoint",
     "Closed",
-    "Conflict",
     "Counters",
     "DiskObjects",
     "Found",

@@ -13,7 +13,3 @@ class Closed(TransferError):
 
 class Unavailable(TransferError):
     """A store cannot be opened: says what is missing, or did not answer, and what to do about it."""
-
-
-class Conflict(TransferError):
-    """Two different checkpoints under one name."""
