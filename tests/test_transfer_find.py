@@ -32,7 +32,7 @@ from transfer import (
     publish,
     withdraw,
 )
-from transfer.find import EARLY, LATER
+from transfer.finding import EARLY, LATER
 from transfer.marks import LADDER, LISTED, Mark, decode, encode, marks_of, spread
 from transfer_site import STORES, TIMEOUT, Watched, assert_same, item, random_array
 

@@ -7,7 +7,7 @@ from transfer.checkpoint import Checkpoint, fetch, publish, withdraw
 from transfer.counters import Counters, Operation, Recorder
 from transfer.disk import DiskObjects
 from transfer.errors import Closed, TransferError, Unavailable
-from transfer.find import Found, find
+from transfer.finding import Found, find
 from transfer.manifest import About, Miss
 from transfer.marks import Ladder, Path, announce
 from transfer.memory import MemoryObjects
