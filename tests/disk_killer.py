@@ -21,7 +21,7 @@ from transfer import DiskObjects, Item, Put, Read
 
 KEEP = 12
 BUDGETS = {"roomy": 10**9, "tight": 900_000}
-STEPS = ("open", "writev", "fdatasync", "fstat", "close", "mkdir", "rename", "unlink", "listdir")
+STEPS = ("open", "writev", "fsync", "fstat", "close", "mkdir", "rename", "unlink", "listdir")
 """What a put and an opening ask of the system."""
 
 
