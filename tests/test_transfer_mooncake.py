@@ -35,7 +35,7 @@ def local(network: None) -> Iterator[LocalMooncake]:
         load(MooncakeSettings())
     except Unavailable as error:
         pytest.skip(str(error))
-    with LocalMooncake(segment_bytes=64 * MIB, lease_ms=200, client_ttl_s=3) as local:
+    with LocalMooncake(segment_bytes=64 * MIB, lease_ms=1000, client_ttl_s=3) as local:
         yield local
 
 
@@ -118,7 +118,7 @@ def test_an_older_object_stays(objects: MooncakeObjects) -> None:
 def test_remove_waits_until_the_lease_is_over(objects: MooncakeObjects) -> None:
     objects.put([item("a"), item("b")], LONG)
     before = outcomes(objects.counters(), "remove").get("leased", 0)
-    assert objects.remove(["a"], 0.01) == [False]
+    assert objects.remove(["a"], 0.3) == [False]
     assert outcomes(objects.counters(), "remove")["leased"] == before + 1
     assert objects.remove(["a", "none"], LONG) == [True, True]
     assert objects.contains(["a", "b"], LONG) == [False, True] and objects.get([Read("a")], LONG) == [None]

@@ -12,6 +12,7 @@ import pytest
 from mooncake_fake import FakeStore, Open, codes, item, opening, outcomes, random_bytes
 from transfer import Item, Put, Read
 from transfer.mooncake import call
+from transfer.mooncake.codes import outcome
 from transfer.mooncake.puts import STRAIGHT, extend
 
 SOON, LONG = 0.15, 20.0
@@ -67,42 +68,62 @@ def test_a_put_that_fails_at_first_is_stored_in_the_end(store: FakeStore, opened
     assert store.asked.count(("put", "a")) == 1  # what was stored is not sent again
 
 
-@pytest.mark.parametrize("code", [-1, -900, -901])
-@pytest.mark.parametrize("method", ["batch_is_exist", "get_size"])
-def test_a_put_that_cannot_be_probed_or_verified_has_failed(
+@pytest.mark.parametrize("code", [-1, -704, -900, -901])
+@pytest.mark.parametrize("method", ["start", "end", "get_size"])
+def test_a_put_that_does_not_begin_or_end_or_is_not_verified_has_failed(
     store: FakeStore, opened: Open, method: str, code: int
 ) -> None:
     store.codes[method] = codes(code)
-    assert opened().put([item("a"), item("b")], LONG) == [Put.FAILED, Put.STORED]
+    objects = opened()
+    assert objects.put([item("a"), item("b")], LONG) == [Put.FAILED, Put.STORED]
+    assert outcomes(objects.counters(), "put") == {outcome(code): 1, "stored": 1}
+    assert ("a" in store.values) == (method == "get_size") and not store.sessions
+
+
+def test_no_room_is_known_at_the_start(store: FakeStore, opened: Open) -> None:
+    store.codes["start"] = codes(-200, 0, -200, 0)
+    objects = opened()
+    assert objects.put([item("a"), item("b")], LONG) == [Put.STORED, Put.STORED]
+    assert objects.counters().retries == 2 and store.asked.count(("put", "a")) == 1
 
 
 def test_a_put_that_was_swallowed_is_no_put(store: FakeStore, opened: Open) -> None:
-    """A 0 that stored nothing is what a writer gets while another one's object is half written."""
     store.swallow = 1
-    store.codes["get_size"] = codes(-703)
     objects = opened()
-    assert objects.put([item()], LONG) == [Put.STORED]  # at the second try
-    store.swallow = 1
-    assert objects.put([item("l")], LONG) == [Put.FAILED]
-    assert outcomes(objects.counters(), "put") == {"stored": 1, "absent": 1}
+    assert objects.put([item()], LONG) == [Put.FAILED]
+    assert outcomes(objects.counters(), "put") == {"absent": 1}
+
+
+def test_a_part_that_was_written_is_no_put(store: FakeStore, opened: Open) -> None:
+    store.codes["put"] = codes(99)
+    objects = opened()
+    assert objects.put([item()], LONG) == [Put.FAILED] and not store.values
+    assert outcomes(objects.counters(), "put") == {"refused": 1}
 
 
 def test_an_older_object_stays(store: FakeStore, opened: Open) -> None:
     objects = opened()
     old = item()
     assert objects.put([old], LONG) == [Put.STORED]
-    assert objects.put([item(), item("new")], LONG) == [Put.HELD, Put.STORED]
+    assert objects.put([item(seed=1), item("new")], LONG) == [Put.HELD, Put.STORED]
     assert objects.put([item(nbytes=101)], LONG) == [Put.CONFLICT]
     assert store.values["k"] == old.pieces[0].tobytes() and store.asked.count(("put", "k")) == 1
-    store.swallow = 1  # and the race: it was not there when asked, and is another's when verified
-    store.codes["batch_is_exist"] = codes(0, 0, 0, 0)
-    assert objects.put([item(nbytes=101)], LONG) == [Put.CONFLICT]
-    store.swallow = 1
-    assert objects.put([item(seed=1)], LONG) == [Put.HELD]
-    store.swallow = 1
-    assert objects.put([item()], LONG) == [Put.STORED]  # equal bytes cannot be told apart, nor need they
-    store.swallow, store.codes["get"] = 1, codes(-800)
-    assert objects.put([item()], LONG) == [Put.STORED]
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["ends", "dies"])
+def test_an_object_that_another_writer_has_begun_is_waited_for(
+    store: FakeStore, opened: Open, dies: bool
+) -> None:
+    objects, other = opened(tries=3), item(seed=1).pieces[0].tobytes()
+    store.codes["start"] = codes(-705)
+    store.codes["get_size"] = codes(-703)
+    if not dies:
+        store.values["k"] = other
+    assert objects.put([item()], LONG) == [Put.STORED if dies else Put.HELD]  # at the second try
+    assert objects.counters().retries == 1
+    store.always["start"] = -600  # another thread of this process
+    assert objects.put([item("l")], LONG) == [Put.FAILED]
+    assert outcomes(objects.counters(), "put")["unfinished"] == 1
 
 
 GET_CODES = {
@@ -177,9 +198,10 @@ def test_a_library_that_raises_is_a_miss(
     store: FakeStore, opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     objects = opened()
-    store.raises = RuntimeError("out of order")
-    assert objects.put([item()], LONG) == [Put.FAILED] and objects.get([Read("k")], LONG) == [None]
-    assert "out of order" in caplog.text
+    store.raises["put"] = store.raises["get"] = RuntimeError("out of order")
+    assert objects.put([item()], LONG) == [Put.FAILED] and not store.sessions
+    store.values["k"] = b"1"
+    assert objects.get([Read("k")], LONG) == [None] and "out of order" in caplog.text
     assert outcomes(objects.counters(), "put") == {"broken": 1}
 
 
@@ -253,6 +275,13 @@ def test_what_is_read_is_the_callers_alone(store: FakeStore, opened: Open, nbyte
         (other,) = objects.get([Read("b")], LONG)
         assert other is not None and other.tobytes() == store.values["b"]
     assert kept.tobytes() == store.values["a"][nbytes // 2 :]
+
+
+def test_small_values_hold_no_memory_of_the_adapters(store: FakeStore, opened: Open) -> None:
+    objects = opened()
+    objects.put([item()], LONG)
+    values = [objects.get([Read("k")], LONG) for _ in range(10)]
+    assert len(store.registered) == 1 and len(values) == 10
 
 
 @pytest.mark.parametrize(

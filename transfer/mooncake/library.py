@@ -24,9 +24,16 @@ class Store(Protocol):
     def unregister_buffer(self, buffer_ptr: int) -> int: ...
     def batch_is_exist(self, keys: list[str]) -> list[int]: ...
     def get_size(self, key: str, /) -> int: ...
-    def batch_put_from_multi_buffers(
-        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]], config: Any
+    def batch_put_session_start(self, keys: list[str], sizes: list[int], config: Any) -> list[int]: ...
+    def batch_put_from_multi_buffer_ranges(
+        self,
+        keys: list[str],
+        all_buffer_ptrs: list[list[int]],
+        all_sizes: list[list[int]],
+        all_dst_offsets: list[list[int]],
     ) -> list[int]: ...
+    def batch_put_session_end(self, keys: list[str]) -> list[int]: ...
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]: ...
     def get_into_ranges(
         self,
         buffer_ptrs: list[int],
@@ -76,8 +83,8 @@ def connect(settings: MooncakeSettings) -> Library:
                 f"this process has a Mooncake store already, with {_opened};"
                 " share that MooncakeObjects, or close it first"
             )
-        _reach(settings)
         module = load(settings)
+        _reach(settings)
         store = module.MooncakeDistributedStore()
         code = store.setup(
             settings.hostname,
@@ -90,8 +97,8 @@ def connect(settings: MooncakeSettings) -> Library:
         )
         if code:
             raise Unavailable(
-                f"Mooncake's setup gave {code} for {settings}; its log is on stderr"
-                " (set MC_LOG_LEVEL=INFO before the start for more)"
+                f"Mooncake's setup gave {code}: what listens at {settings.master} is no master or does not answer,"
+                f" or this machine cannot do what {settings} asks; MC_LOG_LEVEL=INFO in the environment says more"
             )
         _opened = settings
     return Library(store, module.ReplicateConfig)
