@@ -178,6 +178,7 @@ GIB = 1 << 30
 MANIFESTS = {
     "other_namespace": (whole("another"), "namespace"),
     "other_version": (signed(b"{}", version=VERSION + 1), "version"),
+    "one_bit_flipped": (whole().replace(b'"boundary":3', b'"boundary":2'), "damaged manifest"),
     "not_json": (signed(b"\xff{nothing"), "damaged manifest"),
     "json_of_nothing": (signed(b"[]"), "damaged manifest"),
     "not_a_manifest": (bytes(range(256)), "damaged manifest"),
@@ -225,6 +226,7 @@ def test_two_writers_of_one_name(seeds: tuple[int, int], pair: tuple[Actor, Acto
         if seeds[0] == seeds[1]:
             assert seen == seeds[0] and "stored" in puts and set(puts) <= set(THERE), puts
         else:
+            assert seen is not None
             winner = seeds.index(seen)
             assert puts[winner] == "stored" and puts[1 - winner] == "conflict", puts
             assert read(pair[0], name, seen) == seen
@@ -284,15 +286,10 @@ def test_close_during_gets_and_use_after_it(mooncake: LocalMooncake, pair: tuple
             assert (reply.raised or "Closed").startswith("Closed"), reply.raised
             assert reply.value is None or reply.value[0] in (None, expected(11, size))
         assert [closing.finish(close, timeout=10) for close in closed] == [None] * 3
-        for call in ("get", "contains", "remove"):
-            assert closing.begin(call, keys=["earlier"], timeout=1).result(10).raised.startswith("Closed"), (
-                call
-            )
-        for call in ("fetch", "publish"):
-            reply = closing.begin(
-                call, name="earlier", timeout=1, **({"seed": 1} if call == "publish" else {})
-            )
-            assert reply.result(10).raised.startswith("Closed"), call
+        late = [closing.begin(call, keys=["earlier"], timeout=1) for call in ("get", "contains", "remove")]
+        late += [closing.begin(call, name="earlier", timeout=1) for call in ("fetch", "withdraw")]
+        late += [closing.begin("put", seeds={"x": 1}, nbytes=64, timeout=1)]
+        assert [(call.result(10).raised or "").partition(":")[0] for call in late] == ["Closed"] * 6
 
 
 # each of these breaks a Mooncake of its own; all of them run at the same time
@@ -318,6 +315,21 @@ def the_owner_is_killed(moment: str) -> None:
         assert until(lambda: read(reader, "earlier", 1) == 1, within=5)
         assert until(lambda: written_and_read(writer, reader, "x", 2, **size))
         assert read(reader, "earlier", 1) == 1
+
+
+def a_writer_is_killed_that_lends_memory() -> None:
+    """No store process: a worker dies within its own put, and takes what lay with it along, no more."""
+    size = {"nbytes": 16 * MIB, "part_nbytes": MIB}
+    with local(segment_mib=0) as mooncake, worker(mooncake, segment_bytes=64 * MIB) as other:
+        assert write(other, "earlier", 1) == "stored"
+        with worker(mooncake, segment_bytes=64 * MIB) as dying:
+            call = dying.begin("publish", name="x", seed=2, timeout=TIMEOUT_S, die=(1, 0.01), **size)
+            assert isinstance(call.exception(30), Died)
+            dying.wait_killed()
+        assert read(other, "x", 2, nbytes=16 * MIB) is None
+        assert read(other, "earlier", 1) == 1
+        assert until(lambda: written_and_read(other, other, "x", 2, **size))
+        assert read(other, "earlier", 1) == 1
 
 
 def the_store_process_is_killed(moment: str) -> None:
@@ -464,6 +476,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         f"store_killed_{moment}_a_put": lambda moment=moment: the_store_process_is_killed(moment)
         for moment in MOMENTS
     },
+    "writer_and_owner_killed": a_writer_is_killed_that_lends_memory,
     "master_killed": the_master_is_killed,
     "master_stopped": lambda: one_is_stopped("master"),
     "store_stopped": lambda: one_is_stopped("store"),
@@ -476,9 +489,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 @pytest.fixture(scope="module")
 def running(network: None, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
     """The faults that were selected, all under way."""
-    wanted = [
-        item.callspec.params.get("fault") for item in request.session.items if hasattr(item, "callspec")
-    ]
+    wanted = {item.name.partition("[")[2].rstrip("]") for item in request.session.items}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {fault: pool.submit(FAULTS[fault]) for fault in FAULTS if fault in wanted}
 
