@@ -94,6 +94,25 @@ def test_each_object_in_turn_is(how: str, pair: tuple[Actor, Actor]) -> None:
         assert written_and_read(writer, reader, name, 2), key
 
 
+def test_damage_is_put_right_within_a_lease() -> None:
+    """At once, not when nobody has read it for as long as Mooncake keeps what was read."""
+    packed = pack(contents(2, NBYTES), About(NAMESPACE, 2), PART)
+    part = b"".join(piece.tobytes() for piece in packed.parts[0])
+    with local(lease_ms=60_000) as mooncake, worker(mooncake) as writer, worker(mooncake) as reader:
+        damaged = {"flipped": bytes([part[0] ^ 1]) + part[1:], "short": part[:-1]}
+        for name, raw in damaged.items():
+            key = packed.manifest.part_keys(name)[0]
+            assert writer.do("put_raw", key=key, raw=raw.hex(), timeout=TIMEOUT_S) == "stored"
+            assert write(writer, name, 2) == "stored"
+            assert name == "short" or read(reader, name, 2) is None
+            assert written_and_read(writer, reader, name, 2), name
+        for name in ("found by a reader", "found by a writer"):
+            key = name.replace(" ", "-")
+            assert writer.do("put_raw", key=key, raw=bytes(100).hex(), timeout=TIMEOUT_S) == "stored"
+            assert name == "found by a writer" or read(reader, key, 2) is None
+            assert written_and_read(writer, reader, key, 2), name
+
+
 def said_to_be(nbytes: int, body: bytes) -> bytes:
     """A manifest whose header claims another length."""
     header = HEADER.pack(MAGIC, VERSION, nbytes)

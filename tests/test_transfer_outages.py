@@ -1,7 +1,7 @@
 """What holds a checkpoint in Mooncake dies, hangs or is full: misses, and a retry that succeeds once it is back.
 
-Never wrong bytes, a call beyond its deadline, a crash, or the loss of what others hold. Each outage has real processes of
-its own and must be waited out; many of them wait at the same time.
+Never wrong bytes, a call beyond its deadline, a crash, or the loss of what others hold. Each outage has real processes
+of its own and must be waited out; many of them wait at the same time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,8 @@ from time import sleep
 import pytest
 
 from own_network import own_network
-from transfer import About
-from transfer.packing import pack
 from transfer_actor import (
     MIB,
-    NBYTES,
-    PART,
     SHORT_S,
     THERE,
     TIMEOUT_S,
@@ -35,7 +31,7 @@ from transfer_actor import (
     write,
     written_and_read,
 )
-from transfer_stage import NAMESPACE, contents, raw_bytes
+from transfer_stage import raw_bytes
 
 AT_ONCE = 6
 
@@ -204,25 +200,6 @@ def a_lease_ends_during_a_read() -> None:
             assert outcomes.get("get absent", 0) + outcomes.get("get expired", 0) >= 1, outcomes
 
 
-def damage_is_found_within_a_lease() -> None:
-    """It is put right at once, not when nobody has read it for as long as Mooncake keeps what was read."""
-    packed = pack(contents(2, NBYTES), About(NAMESPACE, 2), PART)
-    part = b"".join(piece.tobytes() for piece in packed.parts[0])
-    with local(lease_ms=60_000) as mooncake, worker(mooncake) as writer, worker(mooncake) as reader:
-        damaged = {"flipped": bytes([part[0] ^ 1]) + part[1:], "short": part[:-1]}
-        for name, raw in damaged.items():
-            key = packed.manifest.part_keys(name)[0]
-            assert writer.do("put_raw", key=key, raw=raw.hex(), timeout=TIMEOUT_S) == "stored"
-            assert write(writer, name, 2) == "stored"
-            assert name == "short" or read(reader, name, 2) is None
-            assert written_and_read(writer, reader, name, 2), name
-        for name in ("found by a reader", "found by a writer"):
-            key = name.replace(" ", "-")
-            assert writer.do("put_raw", key=key, raw=bytes(100).hex(), timeout=TIMEOUT_S) == "stored"
-            assert name == "found by a writer" or read(reader, key, 2) is None
-            assert written_and_read(writer, reader, key, 2), name
-
-
 MOMENTS = ("before", "during", "after")
 OUTAGES: dict[str, Callable[[], None]] = {
     **{
@@ -238,7 +215,6 @@ OUTAGES: dict[str, Callable[[], None]] = {
     "master_stopped": lambda: one_is_stopped("master"),
     "store_stopped": lambda: one_is_stopped("store"),
     "store_full": the_store_is_full,
-    "damage_within_a_lease": damage_is_found_within_a_lease,
     "lease_ends": a_lease_ends_during_a_read,
 }
 
