@@ -78,7 +78,7 @@ class MooncakeObjects:
         ]
 
     def remove(self, keys: Sequence[str], timeout: float) -> list[bool]:
-        """See `Objects`. Waits until nobody reads an object, as far as there is time."""
+        """See `Objects`. Waits until nobody reads or writes an object, as far as there is time."""
         check_keys(keys)
         return [
             word == "removed" for word in self._call("remove", None, timeout, self._remove, list(keys))[0]
@@ -150,14 +150,14 @@ class MooncakeObjects:
         call.ended = [outcome(code) if code < 0 else "hit" if code else "absent" for code in codes]
 
     def _remove(self, keys: list[str], call: Call) -> None:
-        tries = 0
+        tries, left = 0, list(range(len(keys)))
         while True:
-            left = [i for i, word in enumerate(call.ended) if word in ("late", "leased")]
             codes = self._library.store.batch_remove([keys[i] for i in left], False)
             for i, code in zip(left, codes, strict=True):
                 word = outcome(code) if code < 0 else "removed"
                 call.ended[i] = "removed" if word == "absent" else word
-            if "leased" not in call.ended or not call.pause(tries):
+            left = [i for i in left if call.ended[i] in ("leased", "unfinished")]
+            if not left or not call.pause(tries):
                 return
             tries += 1
 
