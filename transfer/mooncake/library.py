@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from transfer.errors import Unavailable
 from transfer.mooncake.settings import MIB, MooncakeSettings
 
-PACKAGE = "mooncake-transfer-engine-non-cuda"
+INSTALL = "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13.post1'"
 PROBE_S = 2.0
 LOCAL_BUFFER = 16 * MIB  # only calls that need none are used
 
@@ -86,6 +86,8 @@ def connect(settings: MooncakeSettings) -> Library:
         module = load(settings)
         _reach(settings)
         store = module.MooncakeDistributedStore()
+        if not hasattr(store, "batch_put_session_start"):
+            raise Unavailable(f"this version of Mooncake's library is too old; {INSTALL}")
         code = store.setup(
             settings.hostname,
             "P2PHANDSHAKE",
@@ -153,14 +155,12 @@ def load(settings: MooncakeSettings) -> Any:
 def remedy(error: ImportError) -> str:
     """What to install after `import mooncake.store` failed."""
     if importlib.util.find_spec("mooncake") is None:
-        return f"Mooncake's library is not installed; pip install '{PACKAGE}>=0.3.13.post1'"
+        return f"Mooncake's library is not installed; {INSTALL}"
     if "libibverbs" in str(error):
         return f"Mooncake needs libibverbs, for TCP too ({error}); apt-get install libibverbs1"
     if "libcuda" in str(error):
         return (
-            f"this build of Mooncake needs a GPU's driver ({error}); pip uninstall mooncake-transfer-engine,"
-            f" then pip install '{PACKAGE}>=0.3.13.post1'"
+            f"this build of Mooncake needs a GPU's driver ({error});"
+            f" pip uninstall mooncake-transfer-engine, then {INSTALL}"
         )
-    return (
-        f"Mooncake's library does not load ({error}); pip install --force-reinstall '{PACKAGE}>=0.3.13.post1'"
-    )
+    return f"Mooncake's library does not load ({error}); {INSTALL} --force-reinstall"

@@ -16,7 +16,9 @@ from transfer.mooncake.settings import MIB
 from transfer.objects import Bytes, Item
 
 STRAIGHT = MIB  # bytes of a piece from which on a transfer of its own costs less than a copy
-AGAIN = frozenset({"full", "transfer", "unfinished"})  # another moment, or another process, may have room
+AGAIN = frozenset(
+    {"full", "transfer", "unfinished", "absent"}
+)  # room comes, writers end, what was there may go
 EMPTY = np.empty(0, np.uint8)
 
 
