@@ -79,8 +79,8 @@ class MooncakeObjects:
         ]
 
     def remove(self, keys: Sequence[str], timeout: float, force: bool = False) -> list[bool]:
-        """See `Objects`. Waits until nobody writes an object, and without `force` until nobody reads it, as far as there
-        is time.
+        """See `Objects`. As far as there is time waits until nobody writes an object, and without `force` until nobody
+        reads it.
         """
         check_keys(keys)
         work = partial(self._remove, force=force)
