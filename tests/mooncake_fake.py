@@ -27,7 +27,9 @@ class FakeStore:
         codes: by method, codes that its next objects get instead of what is true; nothing happens to an object that
             gets one, except for 0 of a put and a get, which mean what is true.
         always: by method, the code that all get.
-        swallow: puts that say 0 and store nothing.
+        sessions: what is written of objects that are being put.
+        raises: by method, what it raises.
+        swallow: puts that end with 0 and store nothing.
         open: cleared, every call waits until it is set again.
         hang_at: a method and a key; one such call waits until `let_go` is set, while others go on.
         waiting: counts calls that wait, or did.
@@ -37,13 +39,14 @@ class FakeStore:
 
     def __init__(self, *, rdma: bool = False) -> None:
         self.values: dict[str, bytes] = {}
+        self.sessions: dict[str, bytearray] = {}
         self.groups: dict[str, str] = {}
         self.registered: dict[int, int] = {}
         self.codes: dict[str, deque[int]] = {}
         self.always: dict[str, int] = {}
         self.swallow = 0
         self.rdma = rdma
-        self.raises: Exception | None = None
+        self.raises: dict[str, Exception] = {}
         self.open, self.let_go = threading.Event(), threading.Event()
         self.open.set()
         self.hang_at: tuple[str, str] | None = None
@@ -74,15 +77,34 @@ class FakeStore:
         with self._running("get_size", [key]):
             return self._code("get_size", len(self.values[key]) if key in self.values else -704)
 
-    def batch_put_from_multi_buffers(
-        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]], config: Any
-    ) -> list[int]:
-        with self._running("put", keys):
+    def batch_put_session_start(self, keys: list[str], sizes: list[int], config: Any) -> list[int]:
+        with self._running("start", keys):
             groups = getattr(config, "group_ids", None) or [""] * len(keys)
             return [
-                self._code("put", None) or self._put(key, list(zip(addresses, sizes)), group)
-                for key, addresses, sizes, group in zip(keys, all_buffer_ptrs, all_sizes, groups, strict=True)
+                self._code("start", None) or self._start(key, size, group)
+                for key, size, group in zip(keys, sizes, groups, strict=True)
             ]
+
+    def batch_put_from_multi_buffer_ranges(
+        self,
+        keys: list[str],
+        all_buffer_ptrs: list[list[int]],
+        all_sizes: list[list[int]],
+        all_dst_offsets: list[list[int]],
+    ) -> list[int]:
+        with self._running("put", keys):
+            return [
+                self._code("put", None) or self._write(key, list(zip(*runs, strict=True)))
+                for key, *runs in zip(keys, all_buffer_ptrs, all_sizes, all_dst_offsets, strict=True)
+            ]
+
+    def batch_put_session_end(self, keys: list[str]) -> list[int]:
+        with self._running("end", keys):
+            return [self._code("end", None) or self._end(key) for key in keys]
+
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]:
+        self._alive("revoke")
+        return [0 if self.sessions.pop(key, None) is not None else -600 for key in keys]
 
     def get_into_ranges(
         self,
@@ -115,16 +137,29 @@ class FakeStore:
         self.closed += 1
         return 0
 
-    def _put(self, key: str, runs: list[tuple[int, int]], group: str) -> int:
-        if not runs or any(nbytes <= 0 for _, nbytes in runs):
+    def _start(self, key: str, size: int, group: str) -> int:
+        with self._lock:
+            if key in self.values or key in self.sessions:
+                return -705 if key in self.values else -600
+            self.sessions[key] = bytearray(size)
+            self.groups[key] = group
+            return 0
+
+    def _write(self, key: str, runs: list[tuple[int, int, int]]) -> int:
+        if not runs or any(nbytes <= 0 for _, nbytes, _ in runs):
             return -600
-        if self.rdma and not all(self._is_registered(*run) for run in runs):
+        if self.rdma and not all(self._is_registered(*run) for *run, _ in runs):
             return -600
+        for address, nbytes, to in runs:
+            self.sessions[key][to : to + nbytes] = ctypes.string_at(address, nbytes)
+        return sum(nbytes for _, nbytes, _ in runs)
+
+    def _end(self, key: str) -> int:
+        value = bytes(self.sessions.pop(key))
         if self.swallow:
             self.swallow -= 1
-            return 0
-        self.values.setdefault(key, b"".join(ctypes.string_at(*run) for run in runs))
-        self.groups[key] = group
+        else:
+            self.values[key] = value
         return 0
 
     def _get(self, key: str, to: int, start: int, nbytes: int) -> int:
@@ -147,8 +182,8 @@ class FakeStore:
         with self._lock:
             self.running += 1
         try:
-            if self.raises:
-                raise self.raises
+            if method in self.raises:
+                raise self.raises[method]
             if self.hang_at in [(method, key) for key in keys]:
                 self.hang_at = None
                 self._wait(self.let_go)
@@ -199,7 +234,7 @@ def opening(store: FakeStore) -> Iterator[Open]:
         store.let_go.set()
         for objects in all_opened:
             objects.close()
-    assert not store.after_close
+    assert not store.after_close and not store.sessions
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray:

@@ -37,7 +37,7 @@ PUT_CODES = {
     -600: (Put.FAILED, "refused", 1),
     -1: (Put.FAILED, "refused", 1),
     -101: (Put.FAILED, "refused", 1),
-    -704: (Put.FAILED, "absent", 1),
+    -704: (Put.FAILED, "absent", 3),
     -706: (Put.FAILED, "leased", 1),
     -801: (Put.FAILED, "checksum", 1),
     -900: (Put.FAILED, "unreachable", 1),
@@ -69,43 +69,63 @@ def test_a_put_that_fails_at_first_is_stored_in_the_end(store: FakeStore, opened
 
 
 @pytest.mark.parametrize("code", [-1, -900, -901])
-@pytest.mark.parametrize("method", ["batch_is_exist", "get_size"])
-def test_a_put_that_cannot_be_probed_or_verified_has_failed(
+@pytest.mark.parametrize("method", ["start", "end", "get_size"])
+def test_a_put_that_does_not_begin_or_end_or_is_not_verified_has_failed(
     store: FakeStore, opened: Open, method: str, code: int
 ) -> None:
     store.codes[method] = codes(code)
     objects = opened()
     assert objects.put([item("a"), item("b")], LONG) == [Put.FAILED, Put.STORED]
     assert outcomes(objects.counters(), "put") == {outcome(code): 1, "stored": 1}
+    assert ("a" in store.values) == (method == "get_size") and not store.sessions
+
+
+def test_no_room_is_known_at_the_start(store: FakeStore, opened: Open) -> None:
+    store.codes["start"] = codes(-200, 0, -200, 0)
+    objects = opened()
+    assert objects.put([item("a"), item("b")], LONG) == [Put.STORED, Put.STORED]
+    assert objects.counters().retries == 2 and store.asked.count(("put", "a")) == 1
 
 
 def test_a_put_that_was_swallowed_is_no_put(store: FakeStore, opened: Open) -> None:
-    """A 0 that stored nothing is what a writer gets while another one's object is half written."""
-    store.swallow = 1
-    store.codes["get_size"] = codes(-703)
-    objects = opened()
-    assert objects.put([item()], LONG) == [Put.STORED]  # at the second try
-    store.swallow = 1
-    assert objects.put([item("l")], LONG) == [Put.FAILED]
+    objects = opened(tries=3)
+    store.swallow = 2
+    assert objects.put([item("a")], LONG) == [Put.STORED]  # at the third try
+    store.swallow = 3
+    assert objects.put([item()], LONG) == [Put.FAILED]
     assert outcomes(objects.counters(), "put") == {"stored": 1, "absent": 1}
+
+
+def test_a_part_that_was_written_is_no_put(store: FakeStore, opened: Open) -> None:
+    store.codes["put"] = codes(99)
+    objects = opened()
+    assert objects.put([item()], LONG) == [Put.FAILED] and not store.values
+    assert outcomes(objects.counters(), "put") == {"refused": 1}
 
 
 def test_an_older_object_stays(store: FakeStore, opened: Open) -> None:
     objects = opened()
     old = item()
     assert objects.put([old], LONG) == [Put.STORED]
-    assert objects.put([item(), item("new")], LONG) == [Put.HELD, Put.STORED]
+    assert objects.put([item(seed=1), item("new")], LONG) == [Put.HELD, Put.STORED]
     assert objects.put([item(nbytes=101)], LONG) == [Put.CONFLICT]
     assert store.values["k"] == old.pieces[0].tobytes() and store.asked.count(("put", "k")) == 1
-    store.swallow = 1  # and the race: it was not there when asked, and is another's when verified
-    store.codes["batch_is_exist"] = codes(0, 0, 0, 0)
-    assert objects.put([item(nbytes=101)], LONG) == [Put.CONFLICT]
-    store.swallow = 1
-    assert objects.put([item(seed=1)], LONG) == [Put.HELD]
-    store.swallow = 1
-    assert objects.put([item()], LONG) == [Put.STORED]  # equal bytes cannot be told apart, nor need they
-    store.swallow, store.codes["get"] = 1, codes(-800)
-    assert objects.put([item()], LONG) == [Put.STORED]
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["ends", "dies"])
+def test_an_object_that_another_writer_has_begun_is_waited_for(
+    store: FakeStore, opened: Open, dies: bool
+) -> None:
+    objects, other = opened(tries=3), item(seed=1).pieces[0].tobytes()
+    store.codes["start"] = codes(-705)
+    store.codes["get_size"] = codes(-703)
+    if not dies:
+        store.values["k"] = other
+    assert objects.put([item()], LONG) == [Put.STORED if dies else Put.HELD]  # at the second try
+    assert objects.counters().retries == 1
+    store.always["start"] = -600  # another thread of this process
+    assert objects.put([item("l")], LONG) == [Put.FAILED]
+    assert outcomes(objects.counters(), "put")["unfinished"] == 1
 
 
 GET_CODES = {
@@ -166,7 +186,7 @@ def test_contains_asks_about_what_was_asked_only(store: FakeStore, opened: Open)
 def test_remove_waits_for_a_lease_as_long_as_it_may(store: FakeStore, opened: Open) -> None:
     objects = opened()
     objects.put([item("a"), item("b")], LONG)
-    store.codes["batch_remove"] = codes(-706, 0, -706)
+    store.codes["batch_remove"] = codes(-706, 0, -703)
     assert objects.remove(["a", "b"], LONG) == [True, True]
     assert objects.remove(["a"], LONG) == [True]  # it is gone
     store.always["batch_remove"] = -706
@@ -180,9 +200,10 @@ def test_a_library_that_raises_is_a_miss(
     store: FakeStore, opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     objects = opened()
-    store.raises = RuntimeError("out of order")
-    assert objects.put([item()], LONG) == [Put.FAILED] and objects.get([Read("k")], LONG) == [None]
-    assert "out of order" in caplog.text
+    store.raises["put"] = store.raises["get"] = RuntimeError("out of order")
+    assert objects.put([item()], LONG) == [Put.FAILED] and not store.sessions
+    store.values["k"] = b"1"
+    assert objects.get([Read("k")], LONG) == [None] and "out of order" in caplog.text
     assert outcomes(objects.counters(), "put") == {"broken": 1}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -211,11 +212,11 @@ def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (None, "Mooncake is not installed: pip install 'kda-jax\\[mooncake\\]'"),
-        ("", "Mooncake's package has no .*mooncake_master"),
+        (None, "not installed; pip install 'mooncake-transfer-engine-non-cuda"),
+        ("", "there is no .*mooncake_master.*; pip install "),
         (
             "echo 'error while loading shared libraries: libibverbs.so.1: cannot open' >&2; exit 127",
-            r"exit code 127: .*libibverbs.so.1.* \(apt-get install libibverbs1",
+            r"exit code 127: .*libibverbs.so.1.*; apt-get install libibverbs1$",
         ),
         (
             "echo 'E0102 03:04:05.678901   7 master.cpp:1] no such thing' >&2; exit 3",
@@ -229,7 +230,8 @@ def test_what_is_missing_is_named(
 ) -> None:
     spec = ModuleSpec("mooncake", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(program, "find_spec", lambda name: None if script is None else spec)
+    for user in (program, importlib.util):
+        monkeypatch.setattr(user, "find_spec", lambda name: None if script is None else spec)
     if script:
         file = tmp_path / "mooncake_master"
         file.write_text(f"#!/bin/sh\n{script}\n")

@@ -5,10 +5,13 @@ Source: kvcache-ai/Mooncake 0.3.13, mooncake-store/include/types.h; what each is
 
 from __future__ import annotations
 
+FAILED = -1
 FULL = -200
 SHORT = -600
+BUSY = -600  # of a put: another thread of this process is putting the same name
 UNFINISHED = -703
 ABSENT = -704
+EXISTS = -705
 LEASED = -706
 EXPIRED = -707
 TRANSFER = -800

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from transfer.errors import Unavailable
 from transfer.mooncake.settings import MIB, MooncakeSettings
 
-PACKAGE = "mooncake-transfer-engine-non-cuda"
+INSTALL = "pip install 'mooncake-transfer-engine-non-cuda>=0.3.13.post1'"
 PROBE_S = 2.0
 LOCAL_BUFFER = 16 * MIB  # only calls that need none are used
 
@@ -24,9 +24,16 @@ class Store(Protocol):
     def unregister_buffer(self, buffer_ptr: int) -> int: ...
     def batch_is_exist(self, keys: list[str]) -> list[int]: ...
     def get_size(self, key: str, /) -> int: ...
-    def batch_put_from_multi_buffers(
-        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]], config: Any
+    def batch_put_session_start(self, keys: list[str], sizes: list[int], config: Any) -> list[int]: ...
+    def batch_put_from_multi_buffer_ranges(
+        self,
+        keys: list[str],
+        all_buffer_ptrs: list[list[int]],
+        all_sizes: list[list[int]],
+        all_dst_offsets: list[list[int]],
     ) -> list[int]: ...
+    def batch_put_session_end(self, keys: list[str]) -> list[int]: ...
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]: ...
     def get_into_ranges(
         self,
         buffer_ptrs: list[int],
@@ -79,6 +86,8 @@ def connect(settings: MooncakeSettings) -> Library:
         module = load(settings)
         _reach(settings)
         store = module.MooncakeDistributedStore()
+        if not hasattr(store, "batch_put_session_start"):
+            raise Unavailable(f"this version of Mooncake's library is too old; {INSTALL}")
         code = store.setup(
             settings.hostname,
             "P2PHANDSHAKE",
@@ -160,14 +169,12 @@ def _set_environment(hostname: str, protocol: str) -> None:
 def remedy(error: ImportError) -> str:
     """What to install after `import mooncake.store` failed."""
     if importlib.util.find_spec("mooncake") is None:
-        return f"Mooncake's library is not installed; pip install '{PACKAGE}>=0.3.13.post1'"
+        return f"Mooncake's library is not installed; {INSTALL}"
     if "libibverbs" in str(error):
         return f"Mooncake needs libibverbs, for TCP too ({error}); apt-get install libibverbs1"
     if "libcuda" in str(error):
         return (
-            f"this build of Mooncake needs a GPU's driver ({error}); pip uninstall mooncake-transfer-engine,"
-            f" then pip install '{PACKAGE}>=0.3.13.post1'"
+            f"this build of Mooncake needs a GPU's driver ({error});"
+            f" pip uninstall mooncake-transfer-engine, then {INSTALL}"
         )
-    return (
-        f"Mooncake's library does not load ({error}); pip install --force-reinstall '{PACKAGE}>=0.3.13.post1'"
-    )
+    return f"Mooncake's library does not load ({error}); {INSTALL} --force-reinstall"

@@ -79,7 +79,9 @@ class MooncakeObjects:
         ]
 
     def remove(self, keys: Sequence[str], timeout: float, force: bool = False) -> list[bool]:
-        """See `Objects`. Without `force` waits until nobody reads an object, as far as there is time."""
+        """See `Objects`. As far as there is time waits until nobody writes an object, and without `force` until nobody
+        reads it.
+        """
         check_keys(keys)
         work = partial(self._remove, force=force)
         return [word == "removed" for word in self._call("remove", None, timeout, work, list(keys))[0]]
@@ -150,14 +152,14 @@ class MooncakeObjects:
         call.ended = [outcome(code) if code < 0 else "hit" if code else "absent" for code in codes]
 
     def _remove(self, keys: list[str], call: Call, force: bool) -> None:
-        tries = 0
+        tries, left = 0, list(range(len(keys)))
         while True:
-            left = [i for i, word in enumerate(call.ended) if word in ("late", "leased")]
             codes = self._library.store.batch_remove([keys[i] for i in left], force)
             for i, code in zip(left, codes, strict=True):
                 word = outcome(code) if code < 0 else "removed"
                 call.ended[i] = "removed" if word == "absent" else word
-            if "leased" not in call.ended or not call.pause(tries):
+            left = [i for i in left if call.ended[i] in ("leased", "unfinished")]
+            if not left or not call.pause(tries):
                 return
             tries += 1
 

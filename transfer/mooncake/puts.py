@@ -9,15 +9,16 @@ import numpy as np
 
 from transfer.counters import Recorder
 from transfer.mooncake.call import Call, batches
-from transfer.mooncake.codes import outcome
+from transfer.mooncake.codes import BUSY, EXISTS, FAILED, UNFINISHED, outcome
 from transfer.mooncake.library import Library
 from transfer.mooncake.memory import Memory
 from transfer.mooncake.settings import MIB
 from transfer.objects import Bytes, Item
 
 STRAIGHT = MIB  # bytes of a piece from which on a transfer of its own costs less than a copy
-COMPARED = MIB // 16  # bytes up to which an object is read back, as manifests are
-AGAIN = frozenset({"full", "transfer", "unfinished"})  # another moment, or another process, may have room
+AGAIN = frozenset(
+    {"full", "transfer", "unfinished", "absent"}
+)  # room comes, writers end, what was there may go
 EMPTY = np.empty(0, np.uint8)
 
 
@@ -41,41 +42,41 @@ class Puts:
                     call.ended[i] = "late"
                 if not call.in_time():
                     return
-                self._put([items[i] for i in batch], batch, call)
+                self._put([items[i] for i in batch], call, batch)
             todo = [i for i in todo if call.ended[i] in AGAIN]
             if not todo or tries + 1 == self._tries or not call.pause(tries):
                 return
             self._recorder.add(retries=len(todo))
 
-    def _put(self, items: Sequence[Item], places: Sequence[int], call: Call) -> None:
-        there = self._library.store.batch_is_exist([item.key for item in items])
-        absent = [n for n, code in enumerate(there) if code == 0]
-        sent = dict(zip(absent, self._send([items[n] for n in absent])))
-        for n, (item, place) in enumerate(zip(items, places)):
-            code = min(there[n], sent.get(n, 0))
-            call.ended[place] = outcome(code) if code < 0 else self._verified(item, n in sent)
+    def _put(self, items: Sequence[Item], call: Call, places: Sequence[int]) -> None:
+        """Of several writers of a name, in any processes, Mooncake lets one begin."""
+        store = self._library.store
+        groups = self._library.grouped([item.group or item.key for item in items])
+        begun = store.batch_put_session_start(
+            [item.key for item in items], [item.nbytes for item in items], groups
+        )
+        mine = [n for n, code in enumerate(begun) if code == 0]
+        codes = [{0: FAILED, BUSY: UNFINISHED}.get(code, code) for code in begun]
+        try:
+            for n, nbytes in zip(mine, self._write([items[n] for n in mine])):
+                codes[n] = 0 if nbytes == items[n].nbytes else min(nbytes, FAILED)
+            whole = [n for n in mine if codes[n] == 0]
+            for n, code in zip(whole, store.batch_put_session_end([items[n].key for n in whole])):
+                codes[n] = code
+        finally:
+            store.batch_put_session_revoke([items[n].key for n in mine if codes[n]])
+        for item, place, code in zip(items, places, codes):
+            if code in (0, EXISTS):
+                call.ended[place] = self._verified(item, "held" if code else "stored")
+            else:
+                call.ended[place] = outcome(code)
 
-    def _verified(self, item: Item, sent: bool) -> str:
-        """A put that was told that all is well may have stored nothing: another writer's object was in its place. If
-        that has the same size, only its bytes tell, and only of small objects are they read.
-        """
+    def _verified(self, item: Item, word: str) -> str:
         size = self._library.store.get_size(item.key)
-        if size < 0:
-            return outcome(size)
-        if size != item.nbytes:
-            return "conflict"
-        return "held" if not sent or (size <= COMPARED and self._is_anothers(item)) else "stored"
+        return outcome(size) if size < 0 else word if size == item.nbytes else "conflict"
 
-    def _is_anothers(self, item: Item) -> bool:
-        with self._memory.lent([item.nbytes]) as (room,):
-            whole = [[[item.nbytes]]]
-            read = self._library.store.get_into_ranges(
-                [room.ctypes.data], [[item.key]], [[[0]]], [[[0]]], whole
-            )
-            return read == whole and room.tobytes() != b"".join(piece.tobytes() for piece in item.pieces)
-
-    def _send(self, items: Sequence[Item]) -> list[int]:
-        """A code for each object."""
+    def _write(self, items: Sequence[Item]) -> list[int]:
+        """Bytes that were written of each object, or a code."""
         if not items:
             return []
         staged = [sum(piece.nbytes for piece in item.pieces if self._is_staged(piece)) for item in items]
@@ -84,11 +85,11 @@ class Puts:
             rooms = [blocks[0][end - nbytes : end] if blocks else EMPTY for nbytes, end in zip(staged, ends)]
             runs = [self._runs(item, room) for item, room in zip(items, rooms)]
             self._recorder.add(copied=sum(staged))
-            return self._library.store.batch_put_from_multi_buffers(
+            return self._library.store.batch_put_from_multi_buffer_ranges(
                 [item.key for item in items],
                 [[address for address, _ in run] for run in runs],
                 [[nbytes for _, nbytes in run] for run in runs],
-                self._library.grouped([item.group or item.key for item in items]),
+                [list(accumulate((nbytes for _, nbytes in run[:-1]), initial=0)) for run in runs],
             )
 
     def _runs(self, item: Item, room: Bytes) -> list[tuple[int, int]]:
