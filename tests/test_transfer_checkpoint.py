@@ -140,6 +140,27 @@ def test_an_object_that_is_not_stored_leaves_nothing_behind(which: int, put: Put
     assert objects.contains(keys, TIMEOUT) == [False] * 5
 
 
+@pytest.mark.parametrize("readable", [True, False], ids=["", "its manifest cannot be read"])
+def test_the_first_of_two_keeps_a_part_that_the_other_one_stored(readable: bool) -> None:
+    """The other one has stored its parts, one of which is equal, when the first one begins and ends."""
+    objects = Watched(MemoryObjects())
+    reads = 0
+
+    def overtake(operation: str, what: list[Any]) -> None:
+        nonlocal reads
+        if operation == "put" and what[0].key == "n":
+            assert put_in(objects.inner) is Put.STORED
+        reads += operation == "get"
+        if reads == 2 and not readable:  # of what is to be taken back
+            objects.fails = {"get n": None}
+
+    objects.before = overtake
+    assert put_in(objects, seed=1) is Put.CONFLICT
+    objects.fails = {}
+    assert outcome(objects.inner) == "hit"
+    assert reads == 2
+
+
 def test_a_damaged_part_that_stays_is_no_other_checkpoint() -> None:
     objects = Watched(MemoryObjects())
     put_in(objects)

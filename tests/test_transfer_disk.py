@@ -33,13 +33,16 @@ def files(folder: Path) -> list[Path]:
     return sorted((folder / "objects").glob("*/*"))
 
 
+def environment() -> dict[str, str]:
+    """In which a process imports the product and the tests, and has one thread."""
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
+
+
 def python(code: str, *args: str, **kwargs: Any) -> subprocess.Popen[str]:
     """A process that can import the product and the tests."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": paths}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True, env=environment, **kwargs
-    )
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), **kwargs)
 
 
 def test_killed_at_any_instant_an_object_is_whole_or_absent(tmp_path: Path) -> None:
@@ -47,10 +50,16 @@ def test_killed_at_any_instant_an_object_is_whole_or_absent(tmp_path: Path) -> N
 
     Every object that was stored before is whole, none is above the budget, and enough were killed while they wrote.
     """
-    command = [sys.executable, str(ROOT / "tests" / "disk_killer.py"), str(tmp_path), "210", "1"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        str(ROOT / "tests" / "disk_killer.py"),
+        str(tmp_path),
+        "210",
+        "1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr
     notes = json.loads(done.stdout)
     assert notes["roomy"]["kills"] + notes["tight"]["kills"] == 210
@@ -143,14 +152,14 @@ def test_bytes_are_on_the_disk_before_the_name_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
 ) -> None:
     steps: list[str] = []
-    for name in ("writev", "fdatasync", "rename"):
+    for name in ("writev", "fsync", "rename"):
         real = getattr(os, name)
         monkeypatch.setattr(
             os, name, lambda *a, real=real, name=name, **k: (steps.append(name), real(*a, **k))[1]
         )
     with DiskObjects(tmp_path, MIB, sync=sync) as objects:
         objects.put([item("a", b"1")], TIMEOUT)
-    assert steps == (["writev", "fdatasync", "rename"] if sync else ["writev", "rename"])
+    assert steps == (["writev", "fsync", "rename"] if sync else ["writev", "rename"])
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -213,7 +222,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     folder.mkdir()
     if mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)):
         yield folder
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
         return
     real = os.writev
 
@@ -284,7 +293,7 @@ def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     yield folder, freeze
     monkeypatch.undo()
     if mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755)
 
@@ -327,7 +336,7 @@ def test_a_file_where_a_folder_belongs_is_an_outcome(tmp_path: Path) -> None:
         assert read(objects, "a") is None and not os.listdir(tmp_path / "writing")
 
 
-@pytest.mark.parametrize("step", ["open", "writev", "fdatasync", "fstat", "rename"])
+@pytest.mark.parametrize("step", ["open", "writev", "fsync", "fstat", "rename"])
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES])
 def test_an_error_of_any_step_of_a_put_is_an_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: int
@@ -361,6 +370,43 @@ def test_a_read_that_fails_is_a_miss_and_loses_nothing(
             assert read(objects, "a") is None
         assert objects.counters().operations["get", "failed"].objects == 1
         assert read(objects, "a") == content("a", 500)
+
+
+def test_a_read_that_came_between_two_writers_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found no file, but when it looks again there is one."""
+    real, failed = os.open, []
+
+    def gone_once(*args: Any, **kwargs: Any) -> int:
+        if failed:
+            return real(*args, **kwargs)
+        failed.append(args)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    with reopened(tmp_path) as objects:
+        objects.put([item("a", content("a", 500))], TIMEOUT)
+        monkeypatch.setattr(os, "open", gone_once)
+        assert read(objects, "a") is None and failed
+        assert read(objects, "a") == content("a", 500)
+
+
+def test_another_object_in_its_place_is_a_miss(tmp_path: Path) -> None:
+    with reopened(tmp_path) as objects:
+        objects.put([item(key, content(key, 500)) for key in "ab"], TIMEOUT)
+        one, two = files(tmp_path)
+        one.write_bytes(two.read_bytes())
+        assert [read(objects, key) for key in "ab"].count(None) == 1
+        assert objects.counters().operations["get", "damaged"].objects == 1
+        assert len(files(tmp_path)) == 1
+
+
+def test_a_file_that_ends_while_it_is_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reopened(tmp_path) as objects:
+        objects.put([item("a", content("a", 500))], TIMEOUT)
+        monkeypatch.setattr(os, "preadv", lambda *args: 0)
+        assert objects.get([Read("a")], 2) == [None]
+        assert objects.counters().operations["get", "damaged"].objects == 1
 
 
 def test_slow_calls_end_at_their_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,6 +450,35 @@ def test_a_second_writer_waits_for_the_first(tmp_path: Path, monkeypatch: pytest
         assert objects.put([item("a", b"1")], TIMEOUT) == [Put.HELD]
         writer.join()
         assert first == [Put.STORED]
+
+
+def test_close_waits_for_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go = threading.Event(), threading.Event()
+    real = os.preadv
+
+    def preadv(*args: Any) -> int:
+        inside.set()
+        assert go.wait(TIMEOUT)
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    objects, got = reopened(tmp_path), []
+    objects.put([item("a", content("a", 500))], TIMEOUT)
+    reader = threading.Thread(target=lambda: got.append(read(objects, "a")))
+    reader.start()
+    assert inside.wait(TIMEOUT)
+    closers = [threading.Thread(target=objects.close) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+        closer.join(0.05)
+        assert closer.is_alive()
+    with pytest.raises(Unavailable, match="in use"):
+        reopened(tmp_path)
+    go.set()
+    for thread in (reader, *closers):
+        thread.join(TIMEOUT)
+    assert got == [content("a", 500)]
+    reopened(tmp_path).close()
 
 
 def test_a_store_that_was_not_closed_ends_with_its_process(tmp_path: Path) -> None:

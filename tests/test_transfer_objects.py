@@ -216,6 +216,13 @@ def test_a_timeout_is_positive(objects: Objects, timeout: float) -> None:
             call()
 
 
+def test_what_comes_too_late_is_not_begun(objects: Objects) -> None:
+    objects.put([item("a", b"1")], TIMEOUT)
+    assert objects.put([item("b", b"1"), item("c", b"1")], 1e-9) == [Put.LATE, Put.LATE]
+    assert objects.get([Read("a"), Read("b")], 1e-9) == [None, None]
+    assert read(objects, "a") == b"1"
+
+
 @pytest.mark.parametrize(("start", "nbytes"), [(-1, None), (0, -1)])
 def test_a_negative_range_is_refused(objects: Objects, start: int, nbytes: int | None) -> None:
     with pytest.raises(ValueError, match="negative"):

@@ -14,9 +14,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from transfer import About, MemoryObjects, Put, Read, fetch, publish
-from transfer.aligned import ALIGNMENT, align
+from transfer.aligned import ALIGNMENT, align, empty, is_aligned
 from transfer.dtypes import DTYPES
-from transfer.manifest import BODY, HEADER, MAGIC, Manifest, Miss, Unreadable, decode, encode, signed
+from transfer.manifest import (
+    BODY,
+    HEADER,
+    MAGIC,
+    Manifest,
+    Miss,
+    Segment,
+    Unreadable,
+    decode,
+    encode,
+    parts_of,
+    signed,
+)
 from transfer.packing import pack, runs, unpack
 from transfer_site import TIMEOUT, Watched, assert_same, edited, random_array
 
@@ -109,6 +121,19 @@ def test_leaves_and_reads_share_no_memory() -> None:
     assert not any(np.may_share_memory(a, b) for i, a in enumerate(every) for b in every[:i])
 
 
+def test_what_a_store_does_not_align_is_copied() -> None:
+    arrays = {"a": random_array(0, "float32", (9,)), "b": random_array(1, "float32", (5,))}
+    packed = pack(arrays, ABOUT)
+    [run] = runs(packed.manifest, ["a", "b"])
+    room = empty(run.nbytes + 4)
+    for shift, expected in ((0, 0), (4, 56)):
+        raw = room[shift : shift + run.nbytes]
+        raw[:] = np.concatenate(packed.parts[0])
+        got, copied = unpack(packed.manifest, ["a", "b"], [(run, raw)])
+        assert copied == expected and all(is_aligned(array) for array in got.values())
+        assert_same(got, arrays)
+
+
 def test_contiguous_arrays_are_not_copied() -> None:
     arrays = {f"{i}": random_array(i, "bfloat16", (3, 5 + i)) for i in range(10)}
     packed = pack(arrays, ABOUT)
@@ -124,7 +149,7 @@ def test_others_are_copied_and_counted() -> None:
 
 
 def test_a_leaf_is_cut_only_if_it_is_larger_than_a_part() -> None:
-    sizes = {"a": 100, "b": 30, "c": 200, "d": 256, "e": 600, "f": 40, "g": 1}
+    sizes = {"a": 100, "b": 30, "c": 200, "d": 256, "e": 600, "f": 40, "g": 1, "h": 192, "i": 64}
     packed = pack({name: random_array(0, "uint8", (size,)) for name, size in sizes.items()}, ABOUT, 256)
     where = {leaf.name: [s[:3] for s in leaf.segments] for leaf in packed.manifest.leaves}
     assert where == {
@@ -135,8 +160,10 @@ def test_a_leaf_is_cut_only_if_it_is_larger_than_a_part() -> None:
         "e": [(3, 0, 256), (4, 0, 256), (5, 0, 88)],
         "f": [(5, 128, 40)],
         "g": [(5, 192, 1)],
+        "h": [(6, 0, 192)],
+        "i": [(6, 192, 64)],
     }
-    assert [part.nbytes for part in packed.manifest.parts] == [158, 200, 256, 256, 256, 193]
+    assert [part.nbytes for part in packed.manifest.parts] == [158, 200, 256, 256, 256, 193, 256]
 
 
 def test_equal_arrays_pack_to_equal_bytes() -> None:
@@ -293,6 +320,35 @@ def test_a_manifest_that_says_what_cannot_be_is_refused(lie: str) -> None:
     with pytest.raises(Unreadable) as caught:
         decode(np.frombuffer(edited(raw, LIES[lie]), np.uint8))
     assert caught.value.miss is Miss.DAMAGED
+
+
+@pytest.mark.parametrize(
+    ("leaf", "number", "fields"),
+    [
+        (0, 0, {"offset": 64}),
+        (0, 0, {"part": 1}),
+        (0, 1, {"part": 2}),
+        (0, 1, {"offset": 64}),
+        (1, 0, {"offset": 0}),
+        (1, 0, {"offset": 22}),
+        (1, 0, {"offset": 128}),
+        (1, 0, {"part": 0, "offset": 64}),
+        (1, 0, {"part": 3, "offset": 0}),
+        (2, 0, {"part": 1, "offset": 128, "nbytes": 0}),
+        (2, 0, {"part": 2, "offset": 0, "nbytes": 0}),
+    ],
+    ids=str,
+)
+def test_segments_that_lie_elsewhere_are_refused(leaf: int, number: int, fields: dict[str, int]) -> None:
+    """Also if the parts are those that such segments make."""
+    manifest = sample()
+    old = manifest.leaves[leaf]
+    segments = list(old.segments) or [Segment(0, 0, 0, "0" * 32)]
+    segments[number] = segments[number]._replace(**fields)
+    leaves = [*manifest.leaves]
+    leaves[leaf] = old._replace(segments=tuple(segments))
+    with pytest.raises(Unreadable, match="not where the one before it ends"):
+        decode(encode(manifest._replace(leaves=tuple(leaves), parts=parts_of(leaves))))
 
 
 def paths(value: Any) -> list[tuple[Any, ...]]:

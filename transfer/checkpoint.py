@@ -90,7 +90,7 @@ def fetch(
 ) -> Checkpoint | None:
     """Reads a checkpoint, or some leaves of it, and compares every byte that it returns with its digest.
 
-    What is found damaged is removed, so that the next `publish` can put it right.
+    A damaged part is removed, so that the next `publish` can put it right.
 
     Args:
         namespace: the one that it has to be of.
@@ -176,7 +176,7 @@ def _take_back(objects: Objects, name: str, own: Sequence[str], there: bool, unt
 def _fetch(
     objects: Objects, name: str, namespace: str, leaves: Collection[str] | None, until: float
 ) -> Checkpoint:
-    manifest = _manifest(objects, name, until, heal=True)
+    manifest = _manifest(objects, name, until)
     if manifest.about.namespace != namespace:
         raise Unreadable(Miss.NAMESPACE, f"of {manifest.about.namespace!r}, not {namespace!r}")
     wanted = {leaf.name for leaf in manifest.leaves} if leaves is None else set(leaves)
@@ -197,17 +197,12 @@ def _fetch(
     return Checkpoint(manifest.about, arrays, sum(array.nbytes for array in arrays.values()), copied)
 
 
-def _manifest(objects: Objects, name: str, until: float, heal: bool = False) -> Manifest:
-    """Reads the manifest, and removes it if it is damaged and `heal`. Raises Unreadable."""
-    raw = _get(objects, [Read(name)], until)[0]
+def _manifest(objects: Objects, name: str, until: float) -> Manifest:
+    """Raises Unreadable."""
+    [raw] = _get(objects, [Read(name)], until)
     if raw is None:
         raise Unreadable(Miss.LATE if monotonic() >= until else Miss.ABSENT, "no manifest was read")
-    try:
-        return decode(raw)
-    except Unreadable as error:
-        if heal and error.miss is Miss.DAMAGED:
-            _remove(objects, [name], until)
-        raise
+    return decode(raw)
 
 
 # a store's call with what is left of the time; without any, as if it had been late

@@ -40,7 +40,8 @@ class DiskObjects(LocalObjects):
         Args:
             folder: where the files are. What a process has left half written there is removed.
             budget_nbytes: most bytes of all files. If the folder has more, groups go, the one used longest ago first.
-            sync: whether an object has to survive a loss of power once it is stored.
+            sync: whether an object must not be half there after a loss of power: its bytes are on the disk before its
+                name is.
 
         Raises:
             Unavailable: if another process has the folder, or it cannot be written to.
@@ -109,7 +110,7 @@ class Folder:
                 if not object_file.write(fd, item, until):
                     return Put.LATE
                 if self._sync:
-                    os.fdatasync(fd)
+                    os.fsync(fd)
                 if os.fstat(fd).st_size != self.cost(item.key, item.nbytes, item.group):
                     return Put.FAILED
             finally:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import monotonic
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 from transfer.calls import Gate, check_keys, check_puts, check_reads, deadline
 from transfer.counters import Counters, Recorder
-from transfer.ledger import Ledger, group_of
+from transfer.ledger import Group, Ledger, group_of
 from transfer.objects import Bytes, Item, Put, Read
 
 
@@ -95,7 +95,7 @@ class LocalObjects:
         puts: list[Put] = []
         with self._gate.call(), self._recorder.call("put") as ended:
             for item in items:
-                puts.append(self._ledger.claim(item, keep, until) or self._write(item, until))
+                puts.append(self._put(item, keep, until))
                 stored = item.nbytes if puts[-1] is Put.STORED else 0
                 ended.append((puts[-1].value, stored))
                 self._recorder.add(copied=stored, dropped=puts[-1] in (Put.FULL, Put.FAILED, Put.LATE))
@@ -146,7 +146,11 @@ class LocalObjects:
     ) -> None:
         self.close()
 
-    def _write(self, item: Item, until: float) -> Put:
+    def _put(self, item: Item, keep: Collection[Group], until: float) -> Put:
+        if monotonic() >= until:
+            return Put.LATE
+        if (other := self._ledger.claim(item, keep, until)) is not None:
+            return other
         put = Put.FAILED
         try:
             put = self._place.write(item, until)
@@ -157,10 +161,6 @@ class LocalObjects:
         finally:
             self._ledger.settle(item.key, put is Put.STORED)
         return put
-
-    def _evicted(self, nbytes: int) -> None:
-        with self._recorder.call("evict") as ended:
-            ended.append(("evicted", nbytes))
 
     def _read(self, read: Read, until: float) -> Found:
         nbytes = self._ledger.use(read.key)
@@ -177,3 +177,7 @@ class LocalObjects:
         if found.outcome in ("absent", "damaged"):
             self._ledger.remove(read.key, until, only_if=self._place.damaged)
         return found
+
+    def _evicted(self, nbytes: int) -> None:
+        with self._recorder.call("evict") as ended:
+            ended.append(("evicted", nbytes))

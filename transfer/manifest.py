@@ -208,7 +208,7 @@ def _check_layout(leaves: Iterable[Leaf]) -> None:
     part, end = -1, 0
     for leaf in leaves:
         for segment in leaf.segments:
-            follows = (segment.part, segment.offset) == (part, align(end)) and part >= 0
+            follows = (segment.part, segment.offset) == (part, align(end))
             if not segment.nbytes or not (follows or segment[:2] == (part + 1, 0)):
                 raise ValueError(f"a segment of leaf {leaf.name!r} is not where the one before it ends")
             part, end = segment.part, segment.offset + segment.nbytes
