@@ -301,3 +301,17 @@ def test_a_part_is_whole_or_a_miss(opened: Open, start: int, nbytes: int | None)
         assert not value.nbytes or value.ctypes.data % 64 == 0
     else:
         assert value is None
+
+
+@pytest.mark.parametrize(
+    ("start", "nbytes"), [(0, 2**30), (0, 2**70), (2**70, 1), (2**70, None), (0, 2**26 + 1)]
+)
+def test_a_claimed_length_takes_no_memory(
+    store: FakeStore, opened: Open, start: int, nbytes: int | None
+) -> None:
+    objects = opened()
+    objects.put([item()], LONG)
+    before = dict(store.registered)
+    assert objects.get([Read("k", start, nbytes)], LONG) == [None]
+    assert outcomes(objects.counters(), "get") == {"short": 1}
+    assert ("get", "k") not in store.asked and store.registered == before

@@ -39,11 +39,12 @@ class Call:
 
 def batches(objects: Sequence[int], nbytes: Sequence[int]) -> Iterator[list[int]]:
     """Objects, by number, in groups of no more bytes than one library call moves."""
-    group: list[int] = []
+    group, total = [], 0
     for i in objects:
-        if group and sum(nbytes[j] for j in group) + nbytes[i] > BATCH_NBYTES:
+        if group and total + nbytes[i] > BATCH_NBYTES:
             yield group
-            group = []
+            group, total = [], 0
         group.append(i)
+        total += nbytes[i]
     if group:
         yield group

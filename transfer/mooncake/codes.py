@@ -6,23 +6,18 @@ Source: kvcache-ai/Mooncake 0.3.13, mooncake-store/include/types.h; what each is
 from __future__ import annotations
 
 FAILED = -1
-FULL = -200
-SHORT = -600
+SHORT = -600  # of a get: beyond the object's end
 BUSY = -600  # of a put: another thread of this process is putting the same name
 UNFINISHED = -703
-ABSENT = -704
 EXISTS = -705
-LEASED = -706
-EXPIRED = -707
-TRANSFER = -800
 
 OUTCOMES = {
-    FULL: "full",  # no room now, no segment as large, or nobody who lends memory
+    -200: "full",  # no room now, no segment as large, or nobody who lends memory
     UNFINISHED: "unfinished",  # its writer has not ended, or died
-    ABSENT: "absent",
-    LEASED: "leased",  # it was read or asked about a moment ago
-    EXPIRED: "expired",  # its lease ended while it was read: what was read may be another object's
-    TRANSFER: "transfer",  # the process that holds it, or was to hold it, does not answer
+    -704: "absent",
+    -706: "leased",  # it was read or asked about a moment ago
+    -707: "expired",  # its lease ended while it was read: what was read may be another object's
+    -800: "transfer",  # the process that holds it, or was to hold it, does not answer
     -801: "checksum",
     -900: "unreachable",  # the master does not answer
     -901: "unreachable",

@@ -15,6 +15,7 @@ from transfer.mooncake.settings import MIB
 from transfer.objects import Bytes, Read
 
 OWN = MIB // 4  # bytes of a value from which on it gets a block of its own, and is not copied
+BELIEVED = 64 * MIB  # a read that ends beyond takes no memory before the object's size is known
 
 
 class Range(NamedTuple):
@@ -35,7 +36,7 @@ class Gets:
         """Reads each; what lost its lease meanwhile is read again."""
         ranges: dict[int, Range] = {}
         for i, read in enumerate(reads):
-            if read.nbytes:
+            if read.nbytes and read.start + read.nbytes <= BELIEVED:
                 ranges[i] = Range(read.key, read.start, read.nbytes)
             elif not call.in_time():
                 return
@@ -55,16 +56,17 @@ class Gets:
             self._recorder.add(retries=len(todo))
 
     def _sized(self, i: int, read: Read, call: Call) -> Range | None:
-        """What to read of an object of unknown size; None if that needs no more than its size."""
+        """What to read, by the object's size; None if that says how the read ends."""
         size = self._store.get_size(read.key)
+        end = size if read.nbytes is None else read.start + read.nbytes
         if size < 0:
             call.ended[i] = outcome(size)
-        elif read.start > size:
+        elif not read.start <= end <= size:
             call.ended[i] = "short"
-        elif read.start == size or read.nbytes == 0:
+        elif read.start == end:
             call.values[i], call.ended[i] = empty(0), "hit"
         else:
-            return Range(read.key, read.start, size - read.start)
+            return Range(read.key, read.start, end - read.start)
         return None
 
     def _get(self, ranges: Mapping[int, Range], call: Call) -> None:

@@ -22,7 +22,7 @@ from transfer.mooncake.settings import MooncakeSettings
 from transfer.mooncake.threads import Threads
 from transfer.objects import Bytes, Item, Put, Read
 
-AT_EXIT_S = 60.0  # longer than any call of the library was seen to hang
+AT_EXIT_S = 120.0  # longer than any call of the library was seen to hang
 WORDS = {put.value: put for put in Put}
 logger = logging.getLogger(__name__)
 
