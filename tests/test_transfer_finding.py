@@ -82,7 +82,7 @@ class Site:
         self._count(keys)
         return [key in self.values for key in keys]
 
-    def remove(self, keys: Sequence[str], timeout: float) -> list[bool]:
+    def remove(self, keys: Sequence[str], timeout: float, force: bool = False) -> list[bool]:
         return [self.values.pop(key, None) is not None or True for key in keys]
 
     def counters(self) -> Counters:

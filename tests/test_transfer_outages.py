@@ -16,6 +16,7 @@ from functools import cache
 from time import sleep
 
 import pytest
+from transfer_stage import raw_bytes
 
 from own_network import own_network
 from transfer_actor import (
@@ -31,7 +32,6 @@ from transfer_actor import (
     write,
     written_and_read,
 )
-from transfer_stage import raw_bytes
 
 AT_ONCE = 6
 

@@ -21,8 +21,9 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple, Self
 
 import transfer_stage
-from transfer.mooncake.local import LocalMooncake
 from transfer_stage import contents, digest
+
+from transfer.mooncake.local import LocalMooncake
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
