@@ -75,6 +75,10 @@ class Learning:
             finally:
                 self.doubtful |= self.forest.changed
                 self.forest.changed.clear()
+            if len(self.doubtful) > len(
+                self.forest.members
+            ):  # some are forgotten, and nobody asked for a while
+                self.guess()
             return new
 
     def holding(self, version: Version, key: bytes) -> Version:
@@ -98,8 +102,8 @@ class Learning:
             return
         if version.made_of is not None:
             before, key = version.made_of
-            version.made_of = None
             self.change(before, lambda core: core.hold(key), version)
+            version.made_of = None
             return
         aged: dict[Remembered, None] = {}
         for target, name, _, _ in self.journal.lay_out(version):
