@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cache.retention.forest import Forest, Remembered
+from cache.retention.guesses import Guesses
 from cache.retention.protocol import Boundary, Kind
 from cache.retention.rates import EDGES, NUM_BINS, Class, ReuseRates
 from cache.retention.versions import Journal, Version
@@ -38,11 +39,9 @@ class Learning:
         requests: how many came.
         learns_at: the request at which rates are learned anew.
         clock: time of the last event.
-        by_worth: guesses of what held boundaries are worth, least first. No part of a version: each is looked up before
-            it is believed, and whatever a version changes is guessed anew.
-        guesses: the one that counts, by key; it is in `by_worth`, and no held boundary is worth less.
-        doubtful: whose guess may be too high for that.
-        by_due: guesses of when boundaries come into their next bin of age, likewise.
+        guesses: of what held boundaries are worth.
+        by_due: guesses of when boundaries come into their next bin of age; no part of a version either: each is looked
+            up before it is believed.
     """
 
     def __init__(self, learned: Mapping[str, Any]) -> None:
@@ -55,9 +54,7 @@ class Learning:
         self.requests = 0
         self.learns_at = 1
         self.clock = 0.0
-        self.by_worth: list[tuple[float, bytes]] = []
-        self.guesses: dict[bytes, float] = {}
-        self.doubtful: dict[Remembered, object] = {}
+        self.guesses = Guesses(self.forest.members)
         self.by_due: list[tuple[float, bytes]] = []
 
     def change(
@@ -73,12 +70,10 @@ class Learning:
                 self.by_due = sorted((due(member), key) for key, member in self.forest.members.items())
                 raise
             finally:
-                self.doubtful |= self.forest.changed
+                self.guesses.doubtful |= self.forest.changed
                 self.forest.changed.clear()
-            if len(self.doubtful) > len(
-                self.forest.members
-            ):  # some are forgotten, and nobody asked for a while
-                self.guess()
+            if len(self.guesses.doubtful) > len(self.forest.members):  # some are forgotten: nobody asked
+                self.guesses.settle()
             return new
 
     def holding(self, version: Version, key: bytes) -> Version:
@@ -108,23 +103,11 @@ class Learning:
         aged: dict[Remembered, None] = {}
         for target, name, _, _ in self.journal.lay_out(version):
             if name == "earned":
-                self.doubtful[target] = None
+                self.guesses.doubtful[target] = None
             elif name == "stage" or name == "since":
                 aged[target] = None
         for member in aged:
             heapq.heappush(self.by_due, (due(member), member.key))
-
-    def guess(self) -> None:
-        """Guesses anew what whatever is worth less than was guessed is worth."""
-        guesses = self.guesses
-        for member in self.doubtful:
-            key = member.key
-            if member.held and key:
-                worth = member.worth
-                if worth < guesses.get(key, math.inf):
-                    guesses[key] = worth
-                    heapq.heappush(self.by_worth, (worth, key))
-        self.doubtful.clear()
 
     def least(self, version: Version) -> bytes | None:
         """The held boundary that is worth least in a version."""
@@ -135,36 +118,15 @@ class Learning:
                 if self.would_go(self.forest.members[key]):
                     return key
             self.lay_out(version)
-            return self.first()
+            return self.guesses.first()
 
     def would_go(self, new: Remembered) -> bool:
         """Whether a boundary, if it were held, would be worth less than all others. False may be wrong."""
-        first, trial = self.first(), self.forest.trial(new)
+        first, trial = self.guesses.first(), self.forest.trial(new)
         its = next(trial)
         if first is not None and its > (self.forest.members[first].worth, first):
             return False
         return all(its < other for other in trial)
-
-    def first(self) -> bytes | None:
-        """The held boundary that is worth least, of those that are laid out."""
-        self.guess()
-        noted, guesses, members = self.by_worth, self.guesses, self.forest.members
-        while noted:
-            guess, key = noted[0]
-            if guesses.get(key) != guess:
-                heapq.heappop(noted)
-                continue
-            member = members.get(key)
-            if member is None or not member.held:
-                heapq.heappop(noted)
-                del guesses[key]
-                continue
-            worth = member.worth
-            if worth <= guess:
-                return key
-            guesses[key] = worth
-            heapq.heapreplace(noted, (worth, key))
-        return None
 
     def hold(self, key: bytes) -> None:
         """A boundary's bytes are there."""
