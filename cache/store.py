@@ -7,7 +7,7 @@ halfway has changed nothing. No I/O and no clock: times are handed in, and `cach
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from immutables import Map
 from numpy.typing import ArrayLike
@@ -22,11 +22,10 @@ from cache.shelf import Shelf
 from cache.stats import Counts, Stats, TierStats
 from cache.tier import Tier
 from cache.tokens import Media, as_tokens
-from cache.view import View, merge, view
+from cache.view import Prompt, View, merge, view
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
+class Store(NamedTuple):
     """An immutable value; make one with `Store.empty`.
 
     Attributes:
@@ -88,7 +87,9 @@ class Store:
 
     def match(self, namespace: bytes, tokens: ArrayLike, media: Sequence[Media] = ()) -> View:
         """What is held of a prompt, and where. Changes nothing: `used` records that a request came."""
-        return view(*self.prompts.find(namespace, as_tokens(tokens), media))
+        index, folded, match = self.prompts.find(namespace, as_tokens(tokens), media)
+        prompt = Prompt(namespace, match.data) if match.data and not media else None
+        return view(index, folded, match, prompt)
 
     def plan(self, seen: View, num_tokens: int, limits: Limits, remote: View | None = None) -> ResumePlan:
         """Where a request resumes, from its `match` and what a remote store was found to hold of it."""
@@ -99,8 +100,8 @@ class Store:
 
         Only the boundary that it resumes from, or else the deepest one that it passes, counts as used.
         """
-        keys = (item.key for item in seen.boundaries if item.key is not None)
-        path = tuple(key for key in keys if key in self.prompts.places)
+        places = self.prompts.places
+        path = tuple([item.key for item in seen.boundaries if item.key is not None and item.key in places])
         hit = hit if hit in path else None
         key, prompts = hit or (path[-1] if path else None), self.prompts
         if key is not None:
@@ -119,6 +120,7 @@ class Store:
         media: Sequence[Media] = (),
         tier: Tier = Tier.DEVICE,
         exact: bool = True,
+        seen: View | None = None,
     ) -> Store:
         """Publishes the checkpoint behind `tokens`, whole.
 
@@ -137,6 +139,7 @@ class Store:
             tier: that holds the bytes.
             exact: whether other bytes for a boundary that the tier holds are an error. False in a namespace whose
                 states are compressed, where what requests resume to differs a little: what is held stays.
+            seen: the match of a prompt that begins with `tokens`, if there is one: what it names is not hashed again.
 
         Returns:
             A store that remembers the boundary and, where there was room, holds it. Nothing changes if the tier holds
@@ -147,7 +150,7 @@ class Store:
             ValueError: if pages are missing, or there is no such tier.
         """
         shelf = self._shelf(tier)
-        store, key = self._remember(namespace, tokens, media, kind, now)
+        store, key = self._remember(namespace, tokens, media, kind, now, seen)
         if key in shelf.states:
             if exact and not same(shelf.states[key], state):
                 raise Conflict(key, tier)
@@ -269,10 +272,16 @@ class Store:
         return Stats(tiers, len(self.prompts.places), len(self.pinned), self.counts)
 
     def _remember(
-        self, namespace: bytes, tokens: ArrayLike, media: Sequence[Media], kind: Kind, now: float
+        self,
+        namespace: bytes,
+        tokens: ArrayLike,
+        media: Sequence[Media],
+        kind: Kind,
+        now: float,
+        seen: View | None = None,
     ) -> tuple[Store, bytes]:
         """A store that remembers a boundary, and its key."""
-        prompts, key = self.prompts.remember(namespace, tokens, media, kind, now)
+        prompts, key = self.prompts.remember(namespace, tokens, media, kind, now, seen)
         if prompts is self.prompts:
             return self, key
         place, index = prompts.places[key], prompts.index(key)
@@ -338,13 +347,13 @@ class Store:
         pinned: Map[bytes, int] | None = None,
         counts: Counts | None = None,
     ) -> Store:
-        """As `dataclasses.replace`, and quicker: a request changes a store about ten times."""
+        """As `_replace`, and quicker: a request changes a store about ten times."""
         return Store(
-            state_nbytes=self.state_nbytes,
-            row_nbytes=self.row_nbytes,
-            share=self.share,
-            prompts=self.prompts if prompts is None else prompts,
-            shelves=self.shelves if shelves is None else shelves,
-            pinned=self.pinned if pinned is None else pinned,
-            counts=self.counts if counts is None else counts,
+            self.state_nbytes,
+            self.row_nbytes,
+            self.share,
+            self.prompts if prompts is None else prompts,
+            self.shelves if shelves is None else shelves,
+            self.pinned if pinned is None else pinned,
+            self.counts if counts is None else counts,
         )
