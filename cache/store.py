@@ -6,8 +6,9 @@ halfway has changed nothing. No I/O and no clock: times are handed in, and `cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from immutables import Map
 from numpy.typing import ArrayLike
@@ -214,16 +215,39 @@ class Store:
 
     def evict(self, tier: Tier, num_bytes: int, now: float) -> Store:
         """A tier gives up what is worth least until `num_bytes` more are free or all that is left is pinned."""
+        return self._evict(self.victims(tier, num_bytes, now), tier, num_bytes, now)
+
+    def _evict(self, victims: Iterable[bytes], tier: Tier, num_bytes: int, now: float) -> Store:
         shelf = self._shelf(tier)
         store, count, goal = self, 0, max(0, shelf.nbytes - num_bytes)
         if shelf.nbytes <= goal:
             return self
-        for key in shelf.policy.victims(num_bytes, now):
+        for key in victims:
             after = store.drop(key, tier, now)
             store, count = after, count + (after is not store)
             if store.shelves[tier].nbytes <= goal:
                 break
         return store._count(evicted=count) if count else store
+
+    def victims(self, tier: Tier, num_bytes: int, now: float) -> Iterator[bytes]:
+        """What a tier would give up for so many bytes, in order; pinned ones, which it keeps, are among them.
+
+        Copies of what a faster tier holds too go first, since dropping them loses nothing: a promotion does not take
+        a slower tier's room from others. Its policy orders the rest.
+        """
+        return self._victims(tier, self._shelf(tier).policy, num_bytes, now)
+
+    def _victims(
+        self, tier: Tier, policy: Policy, num_bytes: int, now: float, new: bytes | None = None
+    ) -> Iterator[bytes]:
+        """The same under another policy value; `new`, which is being copied here, counts as no copy yet."""
+        held = self.shelves[tier].states
+        faster = [shelf.states for other, shelf in self.shelves.items() if other < tier]
+        copies = {key for states in faster for key in states if key in held and key != new}
+        if not copies:
+            return policy.victims(num_bytes, now)
+        first = sorted(copies, key=lambda key: (self.prompts.node(key).last_use, key))
+        return chain(first, (key for key in policy.victims(num_bytes, now) if key not in copies))
 
     def pin(self, key: bytes) -> Store:
         """A boundary, and the pages before it, stay in the tiers where they are. Pins are counted.
@@ -294,13 +318,15 @@ class Store:
             return self._count(skipped=1)
         size, policy = nbytes(state) + sum(map(nbytes, pages.values())), shelf.policy.held(key, now)
         excess = shelf.nbytes + size - shelf.budget
-        if excess > 0 and key not in self.pinned and next(policy.victims(excess, now), None) == key:
+        first = next(self._victims(tier, policy, excess, now, key), None) if excess > 0 else None
+        if first == key and key not in self.pinned:
             return self._count(skipped=1)
         index = self.prompts.index(key).hold(node, tier)
         shelf = shelf.add(key, state, pages, now, policy)
         store = self._changed(key, index, tier, shelf)._count(puts=1)
         if shelf.excess:
-            store = store.evict(tier, shelf.excess, now)
+            order = store._victims(tier, policy, shelf.excess, now, key)
+            store = store._evict(order, tier, shelf.excess, now)
         if store.shelves[tier].excess:
             store = store.drop(key, tier, now)
         return store if key in store.shelves[tier].states else store._count(skipped=1)
