@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Self
+from typing import Self, TypeVar
 
 from immutables import Map
 from numpy.typing import ArrayLike
@@ -18,6 +18,8 @@ from cache.shelf import Shelf
 from cache.stats import Counts
 from cache.tier import Tier
 from cache.tokens import Media
+
+T = TypeVar("T", bound="Contents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +84,18 @@ class Contents:
         return store if key in store.shelves[tier].states else store._count(skipped=1)
 
     def _evict(self, victims: Iterable[bytes], tier: Tier, num_bytes: int, now: float) -> Self:
-        """Gives up victims until `num_bytes` more are free."""
-        shelf = self._shelf(tier)
-        store, count, goal = self, 0, max(0, shelf.nbytes - num_bytes)
-        if shelf.nbytes <= goal:
-            return self
-        for key in victims:
-            after = store._give_up(key, tier, now)
-            store, count = after, count + (after is not store)
-            if store.shelves[tier].nbytes <= goal:
+        """Gives up victims until `num_bytes` more are free, but none that turn out to be needless."""
+        goal = max(0, self._shelf(tier).nbytes - num_bytes)
+        versions, gone = [self], []
+        for key in victims if self.shelves[tier].nbytes > goal else ():
+            after = versions[-1]._give_up(key, tier, now)
+            if after is versions[-1]:
+                continue
+            gone.append(key)
+            versions.append(after)
+            if after.shelves[tier].nbytes <= goal:
                 break
+        store, count = _sparing(versions, gone, goal, tier, now)
         return store._count(evicted=count) if count else store
 
     def _victims(
@@ -155,3 +159,24 @@ class Contents:
             pinned=self.pinned if pinned is None else pinned,
             counts=self.counts if counts is None else counts,
         )
+
+
+def _sparing(versions: list[T], gone: list[bytes], goal: int, tier: Tier, now: float) -> tuple[T, int]:
+    """Without what has to go for a tier to have at most `goal` bytes, and how many those are.
+
+    Args:
+        versions: before each of `gone` was given up, and after the last, without which there was too much.
+        gone: in this order. All others are spared if there is room for them, those that are worth most first.
+    """
+    left = [version.shelves[tier].nbytes for version in versions]
+    slack, spared = goal - left[-1], set()
+    for at in range(len(gone) - 2, -1, -1):
+        if left[at] - left[at + 1] <= slack:
+            slack -= left[at] - left[at + 1]
+            spared.add(at)
+    store, first = versions[min(spared, default=-1)], min(spared, default=len(gone))
+    for at in range(first + 1, len(gone)):
+        store = store if at in spared else store._give_up(gone[at], tier, now)
+    if store.shelves[tier].nbytes > goal:  # pages that they share with what is gone would stay, too
+        return versions[-1], len(gone)
+    return store, len(gone) - len(spared)

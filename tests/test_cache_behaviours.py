@@ -1,4 +1,4 @@
-"""What a prefill may publish, whatever its calls are; what a path's cap spares; what moves while its source goes."""
+"""What a prefill publishes, whatever its calls are; what has to go and what a cap spares; copies whose source goes."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ def calls(start: int, num_tokens: int, budget: int) -> list[int]:
 
 
 class Schedule(NamedTuple):
-    """A prompt, and where a scheduler that has to end a call at each checkpoint ends its calls.
+    """A prompt, and how a scheduler serves it that can cut checkpoints where its calls end, and only there.
 
     Attributes:
         grid: tokens between places where a checkpoint can be cut.
         start: where it resumes.
         num_tokens: of the prompt.
-        ends: of the calls, at most 8,192 tokens each; all but the last are checkpoints that later requests can hit,
-            except those that only the budget caused.
-        hits: the checkpoints among them that outlive the prefill there.
+        ends: of that scheduler's calls, of at most 8,192 tokens each.
+        hits: those of them from which it resumes this prompt again, or one that goes on from it.
     """
 
     grid: int
@@ -167,6 +166,48 @@ def test_forks_leaves_and_pinned_survive_the_path_cap() -> None:
     assert before not in site.store.shelves[Tier.DEVICE].states, (
         "nothing is left to give up first: the oldest goes"
     )
+
+
+# what has to go
+
+
+SIZES = {"a": 64, "b": 64, "c": 8000, "d": 64}
+"""Tokens of checkpoints, the one that was used longest ago first."""
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "gone"),
+    [
+        (1, "a"),
+        (1064, "a"),
+        (1065, "ab"),
+        (2128, "ab"),
+        (2129, "c"),
+        (9000, "c"),
+        (9001, "ac"),
+        (11_129, "abcd"),
+    ],
+)
+def test_what_is_given_up_is_what_is_needed(num_bytes: int, gone: str) -> None:
+    """a and b, of 64 tokens, go before c, of 8,000: where c has to go too, the room that it leaves is enough for both,
+    or for the one that is worth more."""
+    site = Site(page=8)
+    keys = {name: site.put(text(tokens, at)) for at, (name, tokens) in enumerate(SIZES.items())}
+    store = site.store.evict(Tier.DEVICE, num_bytes, site.now)
+    held = store.shelves[Tier.DEVICE].states
+    assert "".join(name for name, key in keys.items() if key not in held) == gone
+    assert store.counts.evicted == len(gone)
+    size = sum(STATE + tokens * ROW for name, tokens in SIZES.items() if name not in gone)
+    assert store.shelves[Tier.DEVICE].nbytes == size
+
+
+def test_what_is_spared_leaves_as_much_room() -> None:
+    """The first turn is given up, then the second, of whose latents it has a half: it cannot stay for nothing."""
+    site, tokens = Site(), text(4096)
+    site.put(tokens[:2048])
+    site.put(tokens)
+    store = site.store.evict(Tier.DEVICE, STATE + 4096 - 2048 + 1, site.now)
+    assert store.shelves[Tier.DEVICE].nbytes == 0
 
 
 # copies whose source goes
