@@ -17,6 +17,7 @@ from cache.retention import Kind, Policy
 from cache.store import Store
 from cache.tier import Tier
 from cache.tokens import Tokens
+from cache.view import View
 
 GB = 10**9
 
@@ -62,7 +63,9 @@ def replay(
             tokens, now = request.tokens(), request.seconds
             seen = store.match(namespace, tokens)
             resumed = store.plan(seen, len(tokens), limits)
-            store = _publish(store.used(seen, resumed.key, now), namespace, tokens, resumed, limits, now)
+            store = _publish(
+                store.used(seen, resumed.key, now), namespace, tokens, seen, resumed, limits, now
+            )
             recomputed += len(tokens) - resumed.boundary
             total += len(tokens)
             hits += resumed.boundary > 0
@@ -81,7 +84,13 @@ def replay(
 
 
 def _publish(
-    store: Store, namespace: bytes, tokens: Tokens, resumed: ResumePlan, limits: Limits, now: float
+    store: Store,
+    namespace: bytes,
+    tokens: Tokens,
+    seen: View,
+    resumed: ResumePlan,
+    limits: Limits,
+    now: float,
 ) -> Store:
     """Puts what the policy has a prefill make, the deepest first: a shallow checkpoint alone would be weighed as if it
     had to serve what lies behind it."""
@@ -92,7 +101,7 @@ def _publish(
     state, page = Sized(store.state_nbytes), Sized(BLOCK * store.row_nbytes)
     for boundary, kind in reversed(place(resumed, len(tokens), limits, creation)):
         pages = [page] * (boundary // BLOCK)
-        store = store.put(namespace, tokens[:boundary], state, pages, kind=kind, now=now)
+        store = store.put(namespace, tokens[:boundary], state, pages, kind=kind, now=now, seen=seen)
     return store
 
 

@@ -7,7 +7,6 @@ however many prompts there are, and every version stays as it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,9 @@ from cache.tier import Tier
 from cache.tokens import Tokens
 from cache.tree import Nodes, join, prune, split, trim, with_child
 
+COPIED = 2**17
+"""Tokens of a prompt up to which it is quicker to copy its bytes and compare these with each node's."""
+
 
 class Match(NamedTuple):
     """How far an index knows a prompt.
@@ -26,15 +28,16 @@ class Match(NamedTuple):
         length: tokens of the prompt that it knows.
         ids: the nodes they lie in, in order; the prompt may leave the last one before its end.
         nodes: the same.
+        data: the prompt's bytes, where it was short enough to copy them.
     """
 
     length: int
     ids: tuple[int, ...]
     nodes: tuple[Node, ...]
+    data: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+class Index(NamedTuple):
     """An immutable value; changes give a new index that shares all that did not change.
 
     Attributes:
@@ -58,19 +61,23 @@ class Index:
             raise ValueError(f"{page=} must be positive: it is how many latent rows move together")
         return cls(page, Map({0: ROOT}))
 
-    def match(self, tokens: Tokens) -> Match:
-        """Follows a prompt from its first token. Changes nothing."""
-        nodes, node, at = self.nodes, self.nodes[0], 0
-        ids, path = [], []
-        while at == node.stop and at < len(tokens):
+    def match(self, tokens: Tokens, after: int = 0) -> Match:
+        """Follows a prompt from its first token, or from a boundary on that it is known to pass. Changes nothing."""
+        nodes, node, num_tokens = self.nodes, self.nodes[after], len(tokens)
+        data = tokens.tobytes() if num_tokens <= COPIED and not after else b""
+        at, ids, path = node.stop, [after] if after else [], [node] if after else []
+        while at == node.stop and at < num_tokens:
             child = node.children.get(int(tokens[at]))
             if child is None:
                 break
             node = nodes[child]
-            at += common(node.edge, tokens[at : node.stop])
+            if data and data.startswith(node.edge.data, 4 * at):
+                at = node.stop
+            else:
+                at += common(node.edge, tokens[at : node.stop])
             ids.append(child)
             path.append(node)
-        return Match(at, tuple(ids), tuple(path))
+        return Match(at, tuple(ids), tuple(path), data)
 
     def insert(
         self, tokens: Tokens, key: bytes, names: Sequence[bytes], now: float, match: Match | None = None
@@ -130,13 +137,13 @@ class Index:
 
     def hold(self, boundary: int, tier: Tier) -> Index:
         """A tier holds the checkpoint of a boundary and all pages before it."""
-        nodes = self.nodes.mutate()
-        nodes[boundary] = nodes[boundary]._replace(states=nodes[boundary].states | tier.bit)
-        at = boundary
-        while at and not nodes[at].rows & tier.bit:
-            nodes[at] = nodes[at]._replace(rows=nodes[at].rows | tier.bit)
-            at = nodes[at].parent
-            nodes[at] = nodes[at].with_user(tier, 1)
+        nodes, bit, at = self.nodes.mutate(), tier.bit, boundary
+        node, more = nodes[at]._replace(states=nodes[at].states | bit), 0
+        while at and not node.rows & bit:
+            nodes[at] = node.with_user(tier, more, node.rows | bit)
+            at, more = node.parent, 1
+            node = nodes[at]
+        nodes[at] = node.with_user(tier, more)
         return self._with(nodes)
 
     def release(self, boundary: int, tier: Tier) -> tuple[Index, tuple[bytes, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,8 +20,7 @@ UNIT = 512
 """Tokens a link of the chain. At 512, a chain takes at most twice the time of one hash over its bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyChain:
+class KeyChain(NamedTuple):
     """The key of the tokens so far, ready to take more.
 
     Attributes:

@@ -56,10 +56,23 @@ class Node(NamedTuple):
         """Whether it or anything behind it is pinned."""
         return bool(self.pins or self.users[PINNED])
 
-    def with_user(self, place: int, change: int) -> Node:
-        """With one child more or less that has rows in a tier, or pins."""
+    def with_user(self, place: int, change: int, rows: int | None = None) -> Node:
+        """With one child more or less that has rows in a tier, or pins; and with other rows, if they are given."""
         users = self.users
-        return self._replace(users=(*users[:place], users[place] + change, *users[place + 1 :]))
+        return Node(  # as `_replace`, in half the time
+            self.parent,
+            self.start,
+            self.stop,
+            self.edge,
+            self.children,
+            self.names,
+            self.rows if rows is None else rows,
+            self.states,
+            (*users[:place], users[place] + change, *users[place + 1 :]),
+            self.pins,
+            self.key,
+            self.last_use,
+        )
 
 
 def whole_pages(start: int, stop: int, page: int) -> int:

@@ -37,22 +37,22 @@ def place(
     end, steps = limits.floor(num_tokens), range(0)
     if creation.interval:
         steps = range(creation.interval, num_tokens + 1, creation.interval)
+    deepest_first = resumed.missing[::-1]
     wanted = [
-        Placed(end, Kind.PROMPT_END),
-        *(Placed(*missing) for missing in reversed(resumed.missing) if missing.kind is Kind.BRANCH),
-        *(Placed(*missing) for missing in reversed(resumed.missing) if missing.kind is not Kind.BRANCH),
-        *(Placed(limits.floor(mark), Kind.MARK) for mark in sorted(marks, reverse=True)),
-        *(Placed(limits.floor(end - tokens), Kind.BEFORE_END) for tokens in sorted(creation.before_end)),
-        *(Placed(limits.floor(step), Kind.INTERVAL) for step in reversed(steps)),
-        Placed(limits.floor(num_tokens - 1), Kind.PROMPT_END),
+        (end, Kind.PROMPT_END),
+        *(missing for missing in deepest_first if missing.kind is Kind.BRANCH),
+        *(missing for missing in deepest_first if missing.kind is not Kind.BRANCH),
+        *((limits.floor(mark), Kind.MARK) for mark in sorted(marks, reverse=True)),
+        *((limits.floor(end - tokens), Kind.BEFORE_END) for tokens in sorted(creation.before_end)),
+        *((limits.floor(step), Kind.INTERVAL) for step in reversed(steps)),
+        (limits.floor(num_tokens - 1), Kind.PROMPT_END),
     ]
     known = max((missing.boundary for missing in resumed.missing), default=resumed.boundary)
     held, chosen = {resumed.boundary, *resumed.held}, {}
-    for placed in wanted:
-        start = known if placed.kind is Kind.BEFORE_END else resumed.boundary
-        inside = start < placed.boundary <= end and placed.boundary not in held
-        if inside and placed.kind in creation.kinds:
-            chosen.setdefault(placed.boundary, placed)
+    for boundary, kind in wanted:
+        start = known if kind is Kind.BEFORE_END else resumed.boundary
+        if start < boundary <= end and boundary not in held and kind in creation.kinds:
+            chosen.setdefault(boundary, Placed(boundary, kind))
     return tuple(sorted(list(chosen.values())[: _allowed(limits)]))
 
 

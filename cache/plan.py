@@ -132,8 +132,9 @@ def _sources(seen: View, stop: int, tiers: int) -> tuple[Source, ...]:
 
 def _missing(seen: View, boundary: int, last: int, latent_hit: int, limits: Limits) -> tuple[Missing, ...]:
     """Boundaries worth a checkpoint: every one remembered, and where this prompt leaves what is known of it."""
-    ends = [item.boundary for item in seen.boundaries if item.boundary <= last]
-    found = dict.fromkeys(map(limits.floor, ends), Kind.MISSING)
+    grid = limits.grid
+    ends = [item.boundary // grid * grid for item in seen.boundaries if boundary < item.boundary <= last]
+    found = dict.fromkeys(ends, Kind.MISSING)
     parting = min(max(seen.length, latent_hit), last)
     found.setdefault(limits.floor(parting), Kind.MISSING if latent_hit > seen.length else Kind.BRANCH)
     return tuple(Missing(at, kind) for at, kind in sorted(found.items()) if at > boundary)

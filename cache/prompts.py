@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from immutables import Map
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from cache.index import Index, Match
 from cache.keys import KeyChain
@@ -16,6 +16,7 @@ from cache.node import Node, whole_pages
 from cache.retention.protocol import Kind
 from cache.tier import Tier
 from cache.tokens import Media, MediaIds, Tokens, as_tokens, check_media
+from cache.view import View
 
 
 class Place(NamedTuple):
@@ -34,8 +35,7 @@ class Place(NamedTuple):
     turn: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts:
+class Prompts(NamedTuple):
     """An immutable value.
 
     Attributes:
@@ -62,13 +62,27 @@ class Prompts:
         return index, folded, index.match(folded)
 
     def remember(
-        self, namespace: bytes, tokens: ArrayLike, media: Sequence[Media], kind: Kind, now: float
+        self,
+        namespace: bytes,
+        tokens: ArrayLike,
+        media: Sequence[Media],
+        kind: Kind,
+        now: float,
+        seen: View | None = None,
     ) -> tuple[Prompts, bytes]:
-        """With the boundary behind `tokens`, and its key."""
-        tokens = as_tokens(tokens)
-        known = self._with(media=self.media.know(check_media(media, len(tokens)))) if media else self
-        index, folded, match = known.find(namespace, tokens, media)
-        chain = _chain(namespace, tokens, media, match, self.page)
+        """With the boundary behind `tokens`, and its key. What a view names is neither followed nor hashed again."""
+        tokens = np.asarray(tokens)
+        passed, known = self._passed(namespace, tokens, media, seen), self
+        if passed is None:
+            tokens = as_tokens(tokens)
+            known = self._with(media=self.media.know(check_media(media, len(tokens)))) if media else self
+            index, folded, match = known.find(namespace, tokens, media)
+        elif passed[0] == len(tokens):
+            return self, passed[1]
+        else:
+            index, folded = self.indexes[namespace], tokens
+            match = index.match(tokens, self.places[passed[1]].node)
+        chain = _chain(namespace, tokens, media, index, match)
         if chain.key in self.places:
             return self, chain.key
         index, node = index.insert(folded, chain.key, chain.added, now, match)
@@ -97,9 +111,23 @@ class Prompts:
 
     def lacks(self, key: bytes, tier: Tier) -> tuple[bytes, ...]:
         """Names of the pages before a boundary that a tier does not hold, in order."""
-        path = (node for _, node in self.index(key).ancestors(self.places[key].node))
-        lacking = [node.names for node in takewhile(lambda node: not node.rows & tier.bit, path)]
-        return tuple(name for names in reversed(lacking) for name in names)
+        lacking, bit = [], tier.bit
+        for _, node in self.index(key).ancestors(self.places[key].node):
+            if node.rows & bit:
+                break
+            lacking.append(node.names)
+        return tuple(itertools.chain.from_iterable(reversed(lacking)))
+
+    def _passed(
+        self, namespace: bytes, tokens: NDArray[Any], media: Sequence[Media], seen: View | None
+    ) -> tuple[int, bytes] | None:
+        """The deepest boundary of `tokens` that a view names and its key, if it is one of a prompt that begins so."""
+        if seen is None or seen.prompt is None or media or not seen.prompt.begins(namespace, tokens):
+            return None
+        for boundary, _, key in reversed(seen.boundaries):
+            if boundary <= len(tokens) and key is not None and key in self.places:
+                return boundary, key
+        return None
 
     def _with(
         self,
@@ -109,16 +137,17 @@ class Prompts:
         media: MediaIds | None = None,
     ) -> Prompts:
         return Prompts(
-            page=self.page,
-            indexes=self.indexes if indexes is None else indexes,
-            places=self.places if places is None else places,
-            media=self.media if media is None else media,
+            self.page,
+            self.indexes if indexes is None else indexes,
+            self.places if places is None else places,
+            self.media if media is None else media,
         )
 
 
-def _chain(namespace: bytes, tokens: Tokens, media: Sequence[Media], match: Match, page: int) -> KeyChain:
+def _chain(namespace: bytes, tokens: Tokens, media: Sequence[Media], index: Index, match: Match) -> KeyChain:
     """The key of `tokens`, hashed from the last whole page that the index knows."""
-    for node in reversed(match.nodes):
+    page = index.page
+    for _, node in index.ancestors(match.ids[-1] if match.ids else 0):
         count = min(whole_pages(node.start, match.length, page), len(node.names))
         if count:
             chain = KeyChain.resume(node.names[count - 1], match.length // page * page, page)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -106,7 +105,7 @@ def restore(folder: str | os.PathLike[str], empty: Store, storages: Storages, no
                 continue
             return _Restoring(index, inside, empty, storages, now - index.now).store(unread)
         unread += 1
-    return replace(empty, counts=Counts(lost=unread))
+    return empty._replace(counts=Counts(lost=unread))
 
 
 class _Writer:
@@ -187,7 +186,7 @@ class _Restoring:
             for tier, shelf in self.empty.shelves.items()
         }
         counts = Counts(skipped=self.skipped, lost=self.lost + unread)
-        return replace(self.empty, prompts=self.prompts, shelves=Map(shelves), counts=counts)
+        return self.empty._replace(prompts=self.prompts, shelves=Map(shelves), counts=counts)
 
     def _remembered(self) -> Prompts:
         """All boundaries, without bytes."""
@@ -221,7 +220,7 @@ class _Restoring:
             self.prompts = self.prompts.set_index(key, index)
             shelf = more
             held.append(key)
-        return replace(shelf, policy=self._policy(shelf.policy, saved, held[::-1]))
+        return shelf.with_policy(self._policy(shelf.policy, saved, held[::-1]))
 
     def _checkpoint(self, key: bytes, tier: Tier, saved: SavedTier) -> tuple[Payload, dict[bytes, Payload]]:
         """A state and the pages that the tier lacks by now. Raises OSError or ValueError if one is not whole."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from immutables import Map
 
@@ -11,8 +11,7 @@ from cache.payload import Payload, nbytes
 from cache.retention.protocol import Policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shelf:
+class Shelf(NamedTuple):
     """An immutable value: checkpoints and pages by name, each counted once.
 
     Attributes:
@@ -82,4 +81,4 @@ class Shelf:
     def _with(
         self, policy: Policy, states: Map[bytes, Payload], pages: Map[bytes, Payload], nbytes: int
     ) -> Shelf:
-        return Shelf(budget=self.budget, policy=policy, states=states, pages=pages, nbytes=nbytes)
+        return Shelf(self.budget, policy, states, pages, nbytes)

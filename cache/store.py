@@ -7,7 +7,6 @@ halfway has changed nothing. No I/O and no clock: times are handed in, and `cach
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from immutables import Map
 from numpy.typing import ArrayLike
@@ -22,12 +21,13 @@ from cache.shelf import Shelf
 from cache.stats import Counts, Stats, TierStats
 from cache.tier import Tier
 from cache.tokens import Media, as_tokens
-from cache.view import View, merge, view
+from cache.view import Prompt, View, merge, view
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Store(Contents):
     """What is remembered of prompts, and what each tier holds of them; make one with `Store.empty`."""
+
+    __slots__ = ()
 
     @classmethod
     def empty(
@@ -70,7 +70,9 @@ class Store(Contents):
 
     def match(self, namespace: bytes, tokens: ArrayLike, media: Sequence[Media] = ()) -> View:
         """What is held of a prompt, and where. Changes nothing: `used` records that a request came."""
-        return view(*self.prompts.find(namespace, as_tokens(tokens), media))
+        index, folded, match = self.prompts.find(namespace, as_tokens(tokens), media)
+        prompt = Prompt(namespace, match.data) if match.data and not media else None
+        return view(index, folded, match, prompt)
 
     def plan(self, seen: View, num_tokens: int, limits: Limits, remote: View | None = None) -> ResumePlan:
         """Where a request resumes, from its `match` and what a remote store was found to hold of it."""
@@ -81,8 +83,8 @@ class Store(Contents):
 
         Only the boundary that it resumes from, or else the deepest one that it passes, counts as used.
         """
-        keys = (item.key for item in seen.boundaries if item.key is not None)
-        path = tuple(key for key in keys if key in self.prompts.places)
+        places = self.prompts.places
+        path = tuple([item.key for item in seen.boundaries if item.key is not None and item.key in places])
         hit = hit if hit in path else None
         key, prompts = hit or (path[-1] if path else None), self.prompts
         if key is not None:
@@ -101,6 +103,7 @@ class Store(Contents):
         media: Sequence[Media] = (),
         tier: Tier = Tier.DEVICE,
         exact: bool = True,
+        seen: View | None = None,
     ) -> Store:
         """Publishes the checkpoint behind `tokens`, whole.
 
@@ -119,6 +122,7 @@ class Store(Contents):
             tier: that holds the bytes.
             exact: whether other bytes for a boundary that the tier holds are an error. False in a namespace whose
                 states are compressed, where what requests resume to differs a little: what is held stays.
+            seen: the match of a prompt that begins with `tokens`, if there is one: what it names is not hashed again.
 
         Returns:
             A store that remembers the boundary and, where there was room, holds it. Nothing changes if the tier holds
@@ -129,7 +133,7 @@ class Store(Contents):
             ValueError: if pages are missing, or there is no such tier.
         """
         shelf = self._shelf(tier)
-        store, key = self._remember(namespace, tokens, media, kind, now)
+        store, key = self._remember(namespace, tokens, media, kind, now, seen)
         if key in shelf.states:
             if exact and not same(shelf.states[key], state):
                 raise Conflict(key, tier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -43,18 +44,20 @@ def split(nodes: Nodes, lower_id: int, stop: int, upper_id: int, page: int) -> i
 
 def trim(nodes: Nodes, at: int, tier: Tier) -> tuple[bytes, ...]:
     """Takes rows from a node and those before it while nothing in the tier needs them; their names."""
-    freed = []
-    while at and not nodes[at].rows & tier.bit:
-        at = nodes[at].parent
-    while at:
+    bit, freed, node = tier.bit, [], nodes[at]
+    while at and not node.rows & bit:
+        at = node.parent
         node = nodes[at]
-        if node.states & tier.bit or node.users[tier] or node.pinned:
+    while at:
+        if node.states & bit or node.users[tier] or node.pinned:
             break
         freed.append(node.names)
-        nodes[at] = node._replace(rows=node.rows & ~tier.bit)
+        nodes[at] = node._replace(rows=node.rows & ~bit)
         at = node.parent
-        nodes[at] = nodes[at].with_user(tier, -1)
-    return tuple(name for names in reversed(freed) for name in names)
+        node = nodes[at].with_user(tier, -1)
+    if freed:
+        nodes[at] = node
+    return tuple(chain.from_iterable(reversed(freed)))
 
 
 def prune(nodes: Nodes, at: int) -> None:

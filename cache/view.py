@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cache.index import Index, Match
 from cache.tier import ALL_TIERS
@@ -32,6 +35,23 @@ class Seen(NamedTuple):
     key: bytes | None = None
 
 
+class Prompt(NamedTuple):
+    """A prompt that was matched, without media.
+
+    Attributes:
+        namespace: digest.
+        data: the bytes of its token ids.
+    """
+
+    namespace: bytes
+    data: bytes
+
+    def begins(self, namespace: bytes, tokens: NDArray[Any]) -> bool:
+        """Whether it begins with these tokens."""
+        same = namespace == self.namespace and tokens.dtype == np.int32 and tokens.ndim == 1
+        return same and self.data.startswith(np.ascontiguousarray(tokens).data)
+
+
 class View(NamedTuple):
     """What is known of one prompt.
 
@@ -39,11 +59,13 @@ class View(NamedTuple):
         length: tokens that it shares with what was there before.
         rows: where its latents are, in order, without overlaps; what lies between is nowhere.
         boundaries: its boundaries, shallow to deep.
+        prompt: itself, where a store was asked for it and it is short enough.
     """
 
     length: int = 0
     rows: tuple[Rows, ...] = ()
     boundaries: tuple[Seen, ...] = ()
+    prompt: Prompt | None = None
 
     def covered(self, tiers: int = ALL_TIERS) -> int:
         """Latent rows from the first on that are in any of these tiers without a gap."""
@@ -55,8 +77,9 @@ class View(NamedTuple):
         return stop
 
 
-def view(index: Index, tokens: Tokens, match: Match | None = None) -> View:
-    """What an index knows of a prompt. `match` is its match of these tokens, where the caller has it."""
+def view(index: Index, tokens: Tokens, match: Match | None = None, prompt: Prompt | None = None) -> View:
+    """What an index knows of a prompt. `match` is its match of these tokens, where the caller has it; `prompt` becomes
+    the view's own."""
     match, page = match or index.match(tokens), index.page
     rows, boundaries, start, tiers, row = [], [], 0, 0, 0
     for node in match.nodes:
@@ -68,7 +91,7 @@ def view(index: Index, tokens: Tokens, match: Match | None = None) -> View:
         if node.key is not None and node.stop == stop:
             boundaries.append(Seen(stop, node.states, node.key))
     rows.append(Rows(start, row, tiers))
-    return View(match.length, _joined(rows), tuple(boundaries))
+    return View(match.length, _joined(rows), tuple(boundaries), prompt)
 
 
 def merge(a: View, b: View) -> View:

@@ -48,12 +48,27 @@ def history_settings(steps: int, *, shrink: bool = True) -> settings:
 class StoreMachine(Laws):
     """Requests that resume, put, stop anywhere; pins, evictions, copies between tiers, bytes that break."""
 
-    def put(self, namespace: bytes, tokens: Prefix, run: rolling_model.Run, kind: Kind, tier: Tier) -> None:
+    def put(
+        self,
+        namespace: bytes,
+        tokens: Prefix,
+        run: rolling_model.Run,
+        kind: Kind,
+        tier: Tier,
+        seen: View | None = None,
+    ) -> None:
         state, pages = run.checkpoint(len(tokens), self.page)
         before = self.store
         after = self.holder.update(
             lambda store: store.put(
-                namespace, np.array(tokens, np.int32), state, pages, kind=kind, now=self.now, tier=tier
+                namespace,
+                np.array(tokens, np.int32),
+                state,
+                pages,
+                kind=kind,
+                now=self.now,
+                tier=tier,
+                seen=seen,
             )
         )
         self.prompts |= {
@@ -104,7 +119,7 @@ class StoreMachine(Laws):
         cold = rolling_model.run(rolling_model.start(namespace), tokens)
         assert run.answer == cold.answer, "a resumed request answered otherwise than one that never stopped"
         for boundary, kind in place(plan, len(tokens), self.limits, Creation(interval=5))[:stop]:
-            self.put(namespace, tokens[:boundary], run, kind, tier)
+            self.put(namespace, tokens[:boundary], run, kind, tier, seen if stop % 2 else None)
         if stop == 5:  # the end of what was generated, wherever that is
             self.put(namespace, tokens, run, Kind.GENERATION_END, tier)
         if key is not None:

@@ -157,6 +157,33 @@ def test_old_versions_name_the_same_victims_as_ever(seed: int) -> None:
         assert list(policy.victims(1, play.now)) == victims
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_who_would_go_first_is_known_before_it_is_held(seed: int) -> None:
+    """Asked for its first victim alone, a version in which something is held, too, need not be laid out."""
+    play, went = Play(seed), set()
+    for _ in range(40):
+        play.step()
+        for key in (prompt.encode() for prompt, held in play.known.items() if not held):
+            with play.policy._laid_out() as core:
+                found = list(core.forest.trial(core.forest.members[key]))
+            tried, done = (play.policy.held(key, play.now) for _ in range(2))
+            victim = next(tried.victims(1, play.now))
+            assert found == [(done.worth(each, play.now), each) for _, each in found]
+            assert found[0][1] == key and done._version.made_of is None, "laid out from here on"
+            assert victim == next(done.victims(1, play.now))
+            assert list(tried.victims(1, play.now)) == list(done.victims(1, play.now))
+            went.add(victim == key)
+    assert went == {True, False}
+
+
+def test_only_what_is_remembered_is_held() -> None:
+    policy = Learned().made(boundary("a", 512), 0.0)
+    with pytest.raises(KeyError):
+        policy.held(b"b", 0.0)
+    with pytest.raises(KeyError):
+        Learned().held(b"b", 0.0)
+
+
 def test_victims_come_each_as_if_those_before_it_were_dropped() -> None:
     play = Play(11)
     for _ in range(80):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -327,6 +326,6 @@ def test_bad_input_is_refused(call, message: str) -> None:
 
 def test_a_shelf_counts_each_payload_once() -> None:
     shelf = Shelf.empty(100, OldestFirst()).add(b"k", Sized(10), {b"p": Sized(3)}, 0.0)
-    assert (shelf.nbytes, shelf.excess, replace(shelf, budget=12).excess) == (13, 0, 1)
+    assert (shelf.nbytes, shelf.excess, shelf._replace(budget=12).excess) == (13, 0, 1)
     assert shelf.discard(b"k", (b"p",), 0.0) == Shelf.empty(100, OldestFirst())
     assert shelf.pages == Map({b"p": Sized(3)})

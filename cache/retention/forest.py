@@ -8,7 +8,6 @@ touches, and no scan over what is held.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from cache.retention.protocol import Boundary, Kind
@@ -41,7 +40,6 @@ class Remembered:
         since: when it was used last, or made.
         row: of its class.
         stage: the bin of ages that it is in, and its rate there in uses a second.
-        hint: what a search for the least worth takes its worth to be, at most. Not part of a version.
     """
 
     __slots__ = (
@@ -51,7 +49,6 @@ class Remembered:
             "children",
             "earned",
             "held",
-            "hint",
             "key",
             "kind",
             "left",
@@ -80,7 +77,6 @@ class Remembered:
         self.left = False
         self.since = now
         self.row = 0
-        self.hint = math.inf
 
     @property
     def lower(self) -> Remembered:
@@ -88,26 +84,29 @@ class Remembered:
         return self.parent.server
 
     @property
-    def freed(self) -> int:
-        """Bytes that go with it."""
-        if self.behind:
-            return self.state_nbytes
-        return self.state_nbytes + self.row_nbytes * (self.tokens - _shared(self).tokens)
-
-    @property
     def worth(self) -> float:
-        """Tokens that holding it saves, a second and a byte freed."""
-        return max(0.0, self.earned) * (self.tokens - self.lower.tokens) / max(self.freed, 1)
+        """Tokens that holding it saves, a second and a byte freed: its state, and latents that nothing else needs."""
+        freed = self.state_nbytes
+        if not self.behind:
+            freed += self.row_nbytes * (self.tokens - _shared(self).tokens)
+        return _worth(self.earned, self.tokens - self.parent.server.tokens, freed)
 
 
 class Forest:
-    """All remembered boundaries. Changes go through a journal; `changed` collects whose worth may be another."""
+    """All remembered boundaries. Changes go through a journal.
+
+    Attributes:
+        root: stands for a cold start.
+        members: by key.
+        changed: whose worth may be less, and whether what it earned was written.
+        pending: what servers earn more than was written.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self.root = Remembered(_ROOT, None, 0.0)
         self.members: dict[bytes, Remembered] = {}
-        self.changed: dict[Remembered, None] = {}
+        self.changed: dict[Remembered, bool] = {}
         self.pending: dict[Remembered, float] = {}
 
     def add(self, boundary: Boundary, now: float) -> Remembered:
@@ -152,15 +151,15 @@ class Forest:
     def pay(self) -> None:
         """Servers earn what was settled; called before anything else changes or is asked."""
         for server, change in self.pending.items():
-            if change and server is not self.root:
-                self._journal.set(server, "earned", server.earned + change)
-                self.changed[server] = None
+            if change:
+                self._earn(server, change)
         self.pending.clear()
 
     def hold(self, new: Remembered) -> None:
         """Its bytes are there from now on."""
         journal, old = self._journal, new.server
         journal.set(new, "held", True)
+        self.changed[new] = False
         self._hand_over(new, old, new)
         member, path = new, {new.key}
         while member is not self.root and member.key not in member.parent.behind:
@@ -170,6 +169,29 @@ class Forest:
                 (other,) = (each for each in member.behind.values() if each.key not in path)
                 self._alone(other)
             path.add(member.key)
+
+    def trial(self, new: Remembered) -> Iterator[tuple[float, bytes]]:
+        """What a boundary would be worth if it were held, and its key; then the same of those that would lose by that.
+        Nothing changes."""
+        moved, held, left = 0.0, [], [new]
+        while left:
+            member = left.pop()
+            moved += member.stage[1]
+            for child in member.children.values():
+                (held if child.held else left).append(child)
+        server, above = new.server, new
+        while not above.held and not above.behind:
+            above = above.parent
+        freed = new.state_nbytes + new.row_nbytes * (new.tokens - above.tokens)
+        yield _worth(new.earned + moved, new.tokens - server.tokens, freed), new.key
+        if server is not self.root:  # the new one needs its latents, too
+            saved = server.tokens - server.lower.tokens
+            yield _worth(server.earned - moved, saved, server.state_nbytes), server.key
+        for child in held:
+            freed = child.state_nbytes
+            if not child.behind:
+                freed += child.row_nbytes * (child.tokens - _shared(child, new).tokens)
+            yield _worth(child.earned, child.tokens - new.tokens, freed), child.key
 
     def drop(self, gone: Remembered) -> None:
         """Its bytes are gone."""
@@ -187,7 +209,14 @@ class Forest:
         """What is held at a place or, if there is one only, behind it, may change its worth."""
         while not member.held and len(member.behind) == 1:
             (member,) = member.behind.values()
-        self.changed[member] = None
+        self.changed.setdefault(member, False)
+
+    def _earn(self, server: Remembered, change: float) -> None:
+        """A server earns more or less; what starts cold is of no worth to anyone."""
+        if server is not self.root:
+            self._journal.set(server, "earned", server.earned + change)
+            if change < 0:
+                self.changed[server] = True
 
     def _hand_over(self, start: Remembered, old: Remembered, new: Remembered) -> None:
         """All that `old` serves at and behind `start` is served by `new`."""
@@ -198,19 +227,21 @@ class Forest:
             moved += member.stage[1]
             for child in member.children.values():
                 if child.held:
-                    self.changed[child] = None
+                    self.changed.setdefault(child, False)
                 else:
                     left.append(child)
-        for server, change in ((old, -moved), (new, moved)):
-            self.changed[server] = None
-            if server is not self.root:
-                journal.set(server, "earned", server.earned + change)
+        self._earn(old, -moved)
+        self._earn(new, moved)
 
 
-def _shared(member: Remembered) -> Remembered:
-    """The deepest boundary before a held one whose latents stay when that is dropped."""
+def _worth(earned: float, tokens: int, nbytes: int) -> float:
+    return earned * tokens / (nbytes or 1) if earned > 0 else 0.0
+
+
+def _shared(member: Remembered, held: Remembered | None = None) -> Remembered:
+    """The deepest boundary before a held one whose latents stay when that is dropped; `held` counts as held."""
     above = member.parent
-    while not above.held and len(above.behind) == 1:
+    while not above.held and above is not held and len(above.behind) == 1:
         above = above.parent
     return above
 

@@ -50,7 +50,9 @@ class Learned:
 
     def held(self, key: bytes, now: float) -> Learned:
         """Its bytes are there."""
-        return self._next(lambda core: core.forest.hold(core.forest.members[key]))
+        if self._start is not None:
+            return self._next(lambda core: core.hold(key))
+        return self._at(self._core.holding(self._version, key))
 
     def used(self, path: Sequence[bytes], hit: bytes | None, now: float) -> Learned:
         """A request came; the deepest boundary on its path is the one that it used, held or not."""
@@ -72,8 +74,7 @@ class Learned:
         """Held boundaries, the least worth first, each as if those before it were dropped."""
         value = self
         while True:
-            with value._laid_out() as core:
-                key = core.least()
+            key = value._core.least(value._version)
             if key is None:
                 return
             yield key

@@ -22,6 +22,8 @@ SEEN_ONCE_IN = 8
 """Before anything is seen, prompts are believed to have parted once at each distance, of so many that went on."""
 LEARNS_EVERY = 64
 """Requests between two looks at what was counted; fewer while there were few requests altogether."""
+LASTS_TO = (*EDGES[1:NUM_BINS], math.inf)
+"""The age at which each bin ends; none comes behind the last."""
 LASTING = ("since", "step", "request", "ahead", "uses", "left")
 """What a boundary went through, which its place in the tree does not tell."""
 
@@ -38,6 +40,8 @@ class Learning:
         clock: time of the last event.
         by_worth: guesses of what held boundaries are worth, least first. No part of a version: each is looked up before
             it is believed, and whatever a version changes is guessed anew.
+        guesses: the one that counts, by key; it is in `by_worth`, and no held boundary is worth less.
+        doubtful: whose guess may be too high for that.
         by_due: guesses of when boundaries come into their next bin of age, likewise.
     """
 
@@ -52,67 +56,115 @@ class Learning:
         self.learns_at = 1
         self.clock = 0.0
         self.by_worth: list[tuple[float, bytes]] = []
+        self.guesses: dict[bytes, float] = {}
+        self.doubtful: dict[Remembered, object] = {}
         self.by_due: list[tuple[float, bytes]] = []
 
-    def change(self, version: Version, act: Callable[[Learning], None]) -> Version:
+    def change(
+        self, version: Version, act: Callable[[Learning], None], new: Version | None = None
+    ) -> Version:
         """The version after an act."""
         with self.lock:
             self.lay_out(version)
             try:
-                new = self.journal.change(version, lambda: self.settled(act))
+                new = self.journal.change(version, lambda: self.settled(act), new)
             except BaseException:
                 self.forest.pending.clear()
                 self.by_due = sorted((due(member), key) for key, member in self.forest.members.items())
                 raise
-            self.guess()
+            finally:
+                self.doubtful |= self.forest.changed
+                self.forest.changed.clear()
             return new
+
+    def holding(self, version: Version, key: bytes) -> Version:
+        """The version in which a boundary is held, too. It is made when it is asked for more than its first victim."""
+        with self.lock:
+            self.lay_out(version)
+            return Version((version, self.forest.members[key].key))
 
     def settled(self, act: Callable[[Learning], None]) -> None:
         """An act, after which servers have earned what they serve. Whose worth may be another is written anew, so that
         who goes back or forth over this change finds it touched."""
         act(self)
         self.forest.pay()
-        for member in self.forest.changed:
-            self.journal.set(member, "earned", member.earned)
+        for member, written in self.forest.changed.items():
+            if not written:
+                self.journal.set(member, "earned", member.earned)
 
     def lay_out(self, version: Version) -> None:
         """Makes a version the one that is read and written."""
         if version is self.journal.current:
             return
-        for target in self.journal.lay_out(version):
-            if isinstance(target, Remembered):
-                target.hint = math.inf  # its note may be gone, if it was not remembered meanwhile
-                self.forest.changed[target] = None
-                heapq.heappush(self.by_due, (due(target), target.key))
-        self.guess()
+        if version.made_of is not None:
+            before, key = version.made_of
+            version.made_of = None
+            self.change(before, lambda core: core.hold(key), version)
+            return
+        aged: dict[Remembered, None] = {}
+        for target, name, _, _ in self.journal.lay_out(version):
+            if name == "earned":
+                self.doubtful[target] = None
+            elif name == "stage" or name == "since":
+                aged[target] = None
+        for member in aged:
+            heapq.heappush(self.by_due, (due(member), member.key))
 
     def guess(self) -> None:
-        """Notes the worth of whatever may be worth less than was noted."""
-        for member in self.forest.changed:
-            if member.held and member.key:
+        """Guesses anew what whatever is worth less than was guessed is worth."""
+        guesses = self.guesses
+        for member in self.doubtful:
+            key = member.key
+            if member.held and key:
                 worth = member.worth
-                if worth < member.hint:
-                    member.hint = worth
-                    heapq.heappush(self.by_worth, (worth, member.key))
-        self.forest.changed.clear()
+                if worth < guesses.get(key, math.inf):
+                    guesses[key] = worth
+                    heapq.heappush(self.by_worth, (worth, key))
+        self.doubtful.clear()
 
-    def least(self) -> bytes | None:
-        """The held boundary that is worth least."""
-        noted, members = self.by_worth, self.forest.members
+    def least(self, version: Version) -> bytes | None:
+        """The held boundary that is worth least in a version."""
+        with self.lock:
+            if version.made_of is not None:
+                before, key = version.made_of
+                self.lay_out(before)
+                if self.would_go(self.forest.members[key]):
+                    return key
+            self.lay_out(version)
+            return self.first()
+
+    def would_go(self, new: Remembered) -> bool:
+        """Whether a boundary, if it were held, would be worth less than all others. False may be wrong."""
+        first, trial = self.first(), self.forest.trial(new)
+        its = next(trial)
+        if first is not None and its > (self.forest.members[first].worth, first):
+            return False
+        return all(its < other for other in trial)
+
+    def first(self) -> bytes | None:
+        """The held boundary that is worth least, of those that are laid out."""
+        self.guess()
+        noted, guesses, members = self.by_worth, self.guesses, self.forest.members
         while noted:
-            hint, key = noted[0]
-            member = members.get(key)
-            if member is None or member.hint != hint or not member.held:
-                if member is not None and member.hint == hint:
-                    member.hint = math.inf
+            guess, key = noted[0]
+            if guesses.get(key) != guess:
                 heapq.heappop(noted)
                 continue
+            member = members.get(key)
+            if member is None or not member.held:
+                heapq.heappop(noted)
+                del guesses[key]
+                continue
             worth = member.worth
-            if worth <= hint:
+            if worth <= guess:
                 return key
-            member.hint = worth
+            guesses[key] = worth
             heapq.heapreplace(noted, (worth, key))
         return None
+
+    def hold(self, key: bytes) -> None:
+        """A boundary's bytes are there."""
+        self.forest.hold(self.forest.members[key])
 
     def made(self, boundary: Boundary, now: float) -> None:
         """Remembers a boundary."""
@@ -182,17 +234,17 @@ class Learning:
         if now <= self.clock:
             return
         self.journal.set(self, "clock", now)
-        members = self.forest.members
-        while self.by_due and self.by_due[0][0] <= now:
-            at, key = self.by_due[0]
+        members, by_due, rates, settle = self.forest.members, self.by_due, self.rates, self.forest.settle
+        while by_due and by_due[0][0] <= now:
+            at, key = by_due[0]
             member = members.get(key)
-            if member is None or due(member) != at:
-                heapq.heappop(self.by_due)
+            if member is None or member.since + LASTS_TO[member.stage[0]] != at:
+                heapq.heappop(by_due)
                 continue
-            age_bin = member.stage[0] + 1
-            self.rates.age(member.row, age_bin, at)
-            self.come(member, age_bin)
-            heapq.heapreplace(self.by_due, (due(member), key))
+            row, age_bin = member.row, member.stage[0] + 1
+            rates.age(row, age_bin, at)
+            settle(member, (age_bin, rates.rate(row, age_bin)))
+            heapq.heapreplace(by_due, (member.since + LASTS_TO[age_bin], key))
 
     def part(self, ahead: int) -> None:
         """A prompt parted from another one `ahead` tokens before that one's end."""
@@ -240,13 +292,12 @@ class Learning:
             heapq.heappush(self.by_due, (due(member), member.key))
         self.forest.pay()
         for key in held:
-            self.forest.hold(self.forest.members[key])
+            self.hold(key)
 
 
 def due(member: Remembered) -> float:
     """When a boundary comes into its next bin of age, if it is not used before."""
-    age_bin = member.stage[0] + 1
-    return member.since + EDGES[age_bin] if age_bin < NUM_BINS else math.inf
+    return member.since + LASTS_TO[member.stage[0]]
 
 
 def traits(member: Remembered) -> Class:

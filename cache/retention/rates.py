@@ -147,7 +147,9 @@ class ReuseRates:
 
     def age(self, row: int, age_bin: int, at: float) -> None:
         """A boundary comes into a bin from the bin before it."""
-        self._note(self.aged, row * NUM_BINS + age_bin, at)
+        cell = row * NUM_BINS + age_bin
+        total, number = self.aged.get(cell, _NOTHING)
+        self._journal.put(self.aged, cell, (total + at, number + 1))
 
     def leave(self, row: int, age_bin: int, at: float, *, used: bool = False) -> None:
         """A boundary leaves a bin, because it was used or for another reason."""

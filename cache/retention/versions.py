@@ -19,11 +19,13 @@ _ABSENT = object()
 
 class Version:
     """One version. Apart from the one that is laid out, it has a neighbour nearer to that, and the writes that turn the
-    neighbour's layout into its own, last one first."""
+    neighbour's layout into its own, last one first. Or it is still to be made of another."""
 
-    __slots__ = ("dropped", "nearer", "writes")
+    __slots__ = ("dropped", "made_of", "nearer", "writes")
 
-    def __init__(self) -> None:
+    def __init__(self, made_of: tuple[Version, bytes] | None = None) -> None:
+        self.made_of = made_of
+        """A version, and what is held in this one beside it: whoever lays this one out makes it first."""
         self.nearer: Version | None = None
         self.writes: list[Write] = []
         self.dropped: tuple[object, Version] | None = None
@@ -52,12 +54,13 @@ class Journal:
         self._undo.append((target, key, target[key], False))
         del target[key]
 
-    def change(self, version: Version, act: Callable[[], None]) -> Version:
+    def change(self, version: Version, act: Callable[[], None], new: Version | None = None) -> Version:
         """The version that an act makes of the one that is laid out.
 
         Args:
             version: the one that is laid out.
             act: changes the structure through this journal. If it raises, nothing has changed.
+            new: what the act makes, if that is there and waits to be made.
         """
         try:
             act()
@@ -65,26 +68,26 @@ class Journal:
             _play(self._undo)
             self._undo = []
             raise
-        new = Version()
+        new = new or Version()
         version.nearer, version.writes = new, self._undo
         self.current, self._undo = new, []
         return new
 
-    def lay_out(self, version: Version) -> list[Any]:
-        """Lays a version out; returns the targets that were written for it."""
+    def lay_out(self, version: Version) -> list[Write]:
+        """Lays a version out; returns what would take back the writes that were made for it."""
         path: list[Version] = []
         while version is not self.current:
             path.append(version)
             assert version.nearer is not None
             version = version.nearer
-        touched: list[Any] = []
+        written: list[Write] = []
         for version in reversed(path):
             farther = self.current
             farther.nearer, farther.writes = version, _play(version.writes)
-            touched += (write[0] for write in farther.writes)
+            written += farther.writes
             version.nearer, version.writes = None, []
             self.current = version
-        return touched
+        return written
 
 
 def _play(writes: list[Write]) -> list[Write]:
