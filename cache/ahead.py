@@ -66,7 +66,7 @@ def _with_room(store: Store, tier: Tier, num_bytes: int, expected: float, now: f
     shelf = store.shelves[tier]
     if shelf.nbytes + num_bytes <= shelf.budget:
         return store
-    for victim in shelf.policy.victims(num_bytes, now):
+    for victim in store.victims(tier, num_bytes, now):
         if victim in store.pinned:
             continue
         if not isinstance(shelf.policy, Expects) or shelf.policy.expected(victim) >= expected:

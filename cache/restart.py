@@ -4,6 +4,9 @@ A folder has numbered versions; one appears when all of it is on the disk. In a 
 the digest of its contents, and the index, which names them, is there twice. So a file that is damaged costs the
 checkpoints that need it and nothing else. What the index alone holds (boundaries without bytes, what policies have
 learned) is small and is read back as it was.
+
+Not an Orbax checkpoint: that is one tree, whose one list of names is lost or kept as a whole, and it reads flipped
+bits of an array back without an error.
 """
 
 from __future__ import annotations

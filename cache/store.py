@@ -6,18 +6,17 @@ halfway has changed nothing. No I/O and no clock: times are handed in, and `cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 from immutables import Map
 from numpy.typing import ArrayLike
 
+from cache.contents import Contents
 from cache.errors import Conflict
-from cache.index import Index
-from cache.payload import Payload, nbytes, same
+from cache.payload import Payload, same
 from cache.plan import Limits, ResumePlan, resume
 from cache.prompts import Prompts
-from cache.retention.protocol import Boundary, Kind, Policy
+from cache.retention.protocol import Kind, Policy
 from cache.shelf import Shelf
 from cache.stats import Counts, Stats, TierStats
 from cache.tier import Tier
@@ -25,26 +24,10 @@ from cache.tokens import Media, as_tokens
 from cache.view import Prompt, View, merge, view
 
 
-class Store(NamedTuple):
-    """An immutable value; make one with `Store.empty`.
+class Store(Contents):
+    """What is remembered of prompts, and what each tier holds of them; make one with `Store.empty`."""
 
-    Attributes:
-        state_nbytes: what a policy is told of a checkpoint's state.
-        row_nbytes: what a policy is told of a token's latent.
-        share: largest part of a tier's budget that one prompt may take.
-        prompts: every boundary that is remembered.
-        shelves: what each tier holds.
-        pinned: how many pins there are, by key.
-        counts: what happened so far.
-    """
-
-    state_nbytes: int
-    row_nbytes: int
-    share: float
-    prompts: Prompts
-    shelves: Map[Tier, Shelf]
-    pinned: Map[bytes, int]
-    counts: Counts
+    __slots__ = ()
 
     @classmethod
     def empty(
@@ -188,9 +171,7 @@ class Store(NamedTuple):
 
         The boundary stays remembered. Nothing changes if the tier does not hold it or it is pinned.
         """
-        if key not in self._shelf(tier).states or key in self.pinned:
-            return self
-        return self._release(key, tier, now)
+        return self._give_up(key, tier, now)
 
     def lose(self, key: bytes, tier: Tier, now: float, page: bytes | None = None) -> Store:
         """A checkpoint could not be read, or one of the pages before it: it goes, pinned or not, and so does every
@@ -217,16 +198,15 @@ class Store(NamedTuple):
 
     def evict(self, tier: Tier, num_bytes: int, now: float) -> Store:
         """A tier gives up what is worth least until `num_bytes` more are free or all that is left is pinned."""
-        shelf = self._shelf(tier)
-        store, count, goal = self, 0, max(0, shelf.nbytes - num_bytes)
-        if shelf.nbytes <= goal:
-            return self
-        for key in shelf.policy.victims(num_bytes, now):
-            after = store.drop(key, tier, now)
-            store, count = after, count + (after is not store)
-            if store.shelves[tier].nbytes <= goal:
-                break
-        return store._count(evicted=count) if count else store
+        return self._evict(self.victims(tier, num_bytes, now), tier, num_bytes, now)
+
+    def victims(self, tier: Tier, num_bytes: int, now: float) -> Iterator[bytes]:
+        """What a tier would give up for so many bytes, in order; pinned ones, which it keeps, are among them.
+
+        Copies of what a faster tier holds too go first, since dropping them loses nothing: a promotion does not take
+        a slower tier's room from others. Its policy orders the rest.
+        """
+        return self._victims(tier, self._shelf(tier).policy, num_bytes, now)
 
     def pin(self, key: bytes) -> Store:
         """A boundary, and the pages before it, stay in the tiers where they are. Pins are counted.
@@ -270,90 +250,3 @@ class Store(NamedTuple):
             for tier, shelf in sorted(self.shelves.items())
         }
         return Stats(tiers, len(self.prompts.places), len(self.pinned), self.counts)
-
-    def _remember(
-        self,
-        namespace: bytes,
-        tokens: ArrayLike,
-        media: Sequence[Media],
-        kind: Kind,
-        now: float,
-        seen: View | None = None,
-    ) -> tuple[Store, bytes]:
-        """A store that remembers a boundary, and its key."""
-        prompts, key = self.prompts.remember(namespace, tokens, media, kind, now, seen)
-        if prompts is self.prompts:
-            return self, key
-        place, index = prompts.places[key], prompts.index(key)
-        around = index.parent(place.node), index.children(place.node)
-        length = index.nodes[place.node].stop
-        made = Boundary(key, length, *around, kind, place.turn, self.state_nbytes, self.row_nbytes)
-        return self._tell(prompts, lambda policy: policy.made(made, now)), key
-
-    def _forget(self, key: bytes) -> Store:
-        return self._tell(self.prompts.forget(key), lambda policy: policy.forgotten(key))
-
-    def _add(
-        self, key: bytes, tier: Tier, state: Payload, pages: Mapping[bytes, Payload], now: float
-    ) -> Store:
-        """Holds a checkpoint and the pages that the tier lacks; gives up what is worth least if that is too much."""
-        shelf, node, page = self.shelves[tier], self.prompts.places[key].node, self.prompts.page
-        rows = self.prompts.node(key).stop // page * page
-        if nbytes(state) + self.row_nbytes * rows > self.share * shelf.budget:
-            return self._count(skipped=1)
-        size, policy = nbytes(state) + sum(map(nbytes, pages.values())), shelf.policy.held(key, now)
-        excess = shelf.nbytes + size - shelf.budget
-        if excess > 0 and key not in self.pinned and next(policy.victims(excess, now), None) == key:
-            return self._count(skipped=1)
-        index = self.prompts.index(key).hold(node, tier)
-        shelf = shelf.add(key, state, pages, now, policy)
-        store = self._changed(key, index, tier, shelf)._count(puts=1)
-        if shelf.excess:
-            store = store.evict(tier, shelf.excess, now)
-        if store.shelves[tier].excess:
-            store = store.drop(key, tier, now)
-        return store if key in store.shelves[tier].states else store._count(skipped=1)
-
-    def _release(self, key: bytes, tier: Tier, now: float) -> Store:
-        """Without a checkpoint in a tier and the pages that nothing else in it needs."""
-        index, freed = self.prompts.index(key).release(self.prompts.places[key].node, tier)
-        return self._changed(key, index, tier, self.shelves[tier].discard(key, freed, now))
-
-    def _changed(self, key: bytes, index: Index, tier: Tier, shelf: Shelf) -> Store:
-        """With other versions of the index that a boundary lies in and of what a tier holds."""
-        return self._with(prompts=self.prompts.set_index(key, index), shelves=self.shelves.set(tier, shelf))
-
-    def _tell(self, prompts: Prompts, event: Callable[[Policy], Policy]) -> Store:
-        """With other prompts, through an event of which every tier's policy hears."""
-        shelves = {tier: shelf.with_policy(event(shelf.policy)) for tier, shelf in self.shelves.items()}
-        return self._with(prompts=prompts, shelves=Map(shelves))
-
-    def _shelf(self, tier: Tier) -> Shelf:
-        if tier not in self.shelves:
-            there = sorted(each.name.lower() for each in self.shelves)
-            raise ValueError(f"there is no tier {tier.name.lower()} here, there is {there}: give it a budget")
-        return self.shelves[tier]
-
-    def _count(self, *, puts: int = 0, skipped: int = 0, evicted: int = 0, lost: int = 0) -> Store:
-        was = self.counts
-        counts = Counts(was.puts + puts, was.skipped + skipped, was.evicted + evicted, was.lost + lost)
-        return self._with(counts=counts)
-
-    def _with(
-        self,
-        *,
-        prompts: Prompts | None = None,
-        shelves: Map[Tier, Shelf] | None = None,
-        pinned: Map[bytes, int] | None = None,
-        counts: Counts | None = None,
-    ) -> Store:
-        """As `_replace`, and quicker: a request changes a store about ten times."""
-        return Store(
-            self.state_nbytes,
-            self.row_nbytes,
-            self.share,
-            self.prompts if prompts is None else prompts,
-            self.shelves if shelves is None else shelves,
-            self.pinned if pinned is None else pinned,
-            self.counts if counts is None else counts,
-        )

@@ -118,7 +118,7 @@ def make_room(holder: Holder, tier: Tier, num_bytes: int, storages: Storages, no
     """Demotes what is worth least, and is not pinned, until a tier has `num_bytes` free. Whether it has."""
     shelf = holder.store.shelves[tier]
     needed = shelf.nbytes + num_bytes - shelf.budget
-    for key in shelf.policy.victims(needed, now) if needed > 0 else ():
+    for key in holder.store.victims(tier, needed, now) if needed > 0 else ():
         if key not in holder.store.pinned:
             demote(holder, key, tier, storages, now)
         if holder.store.shelves[tier].nbytes + num_bytes <= shelf.budget:

@@ -29,7 +29,7 @@ MUTANTS = {
     "a fork keeps the state of the branch": ("tree.py", "  lower.rows,\n", "  lower.rows,\n        lower.states,\n"),
     "a fork takes all pages": ("tree.py", "        lower.names[:count],\n", "        lower.names,\n"),
     "pins are overlooked": ("tree.py", " or node.pinned:", ":"),
-    "pinned checkpoints are evicted": ("store.py", ".states or key in self.pinned:", ".states:"),
+    "pinned checkpoints are evicted": ("contents.py", ".states or key in self.pinned:", ".states:"),
     "pins do not add up": ("store.py", "self.pinned.get(key, 0) + 1", "1"),
     "siblings' pages are dropped": ("tree.py", " or node.users[tier] ", " "),
     "pages outlive their pin": ("index.py", "(tier, trim(nodes, boundary, tier))", "(tier, ())"),

@@ -44,6 +44,7 @@ def test_a_path_over_its_cap_gives_up_its_shallowest() -> None:
     made = path(policy("path_cap:2"), "y").used((), None, 0.0)
     made = path(made, "a", "ab", "abc")
     assert order(made) == "a y ab abc"
+    assert order(path(made, "abcd", parent="abc")) == "a ab y abc abcd"
     assert order(made.dropped(b"a", 0.0)) == "y ab abc"
 
 

@@ -15,8 +15,8 @@ class Recency(NamedTuple):
 
     Attributes:
         creation: where prefills make checkpoints.
-        per_path: most checkpoints of one path that are treated alike: when there are more, the shallowest one that
-            lies on a single path is given up before anything else. None for any number.
+        per_path: most checkpoints of one path that are treated alike: of more, those that are too many are given up
+            before anything else, the shallowest first, except forks and the deepest. None for any number.
         order: keys of what is held, by when they were used, in numbers that only grow.
         numbers: the same the other way round.
         first: the smallest number.
@@ -46,8 +46,9 @@ class Recency(NamedTuple):
     def held(self, key: bytes, now: float) -> Recency:
         """Its bytes are there: it is the one that was used last."""
         after = self._at(key, self.next_number, next_number=self.next_number + 1)
-        surplus = None if self.per_path is None else after._surplus(key)
-        return after if surplus is None else after._at(surplus, after.first - 1)
+        for surplus in after._surplus(key):
+            after = after._at(surplus, after.first - 1)
+        return after
 
     def used(self, path: Sequence[bytes], hit: bytes | None, now: float) -> Recency:
         """A request resumed from `hit`."""
@@ -94,13 +95,14 @@ class Recency(NamedTuple):
             at += 1
         return at
 
-    def _surplus(self, key: bytes) -> bytes | None:
-        """The shallowest of a path's checkpoints to give up first, if it has too many."""
-        path, at = [], key
+    def _surplus(self, key: bytes) -> list[bytes]:
+        """What a path has too much, the deepest first."""
+        if self.per_path is None:
+            return []
+        path, at = [], self.parents[key]
         while at is not None:
             if at in self.numbers:
                 path.append(at)
             at = self.parents[at]
-        if self.per_path is None or len(path) <= self.per_path:
-            return None
-        return next((each for each in reversed(path[1:]) if self.forks[each] < 2), None)
+        single = [each for each in reversed(path) if self.forks[each] < 2]
+        return single[: max(0, len(path) + 1 - self.per_path)][::-1]
