@@ -155,7 +155,9 @@ def at_every_step(folder: Path) -> dict[str, Any]:
                 assert objects.put(items, 30) == [Put.STORED] * 3
 
             def work(said: int, count: int = count, after: bool = after) -> None:
-                os.fsync = lambda fd: None  # a step as the others, but kills do not need the disk's time for it
+                os.fsync = lambda fd: (
+                    None
+                )  # a step as the others, but kills do not need the disk's time for it
                 die_at(count, after)
                 with DiskObjects(folder, budget) as objects:
                     for number in (3, 4):
