@@ -119,7 +119,7 @@ class Watched:
     def contains(self, keys: Sequence[str], timeout: float) -> list[bool]:
         return self._call("contains", keys, timeout, lambda one: f"contains {one}")
 
-    def remove(self, keys: Sequence[str], timeout: float) -> list[bool]:
+    def remove(self, keys: Sequence[str], timeout: float, force: bool = False) -> list[bool]:
         return self._call("remove", keys, timeout, lambda one: f"remove {one}")
 
     def counters(self) -> Counters:

@@ -116,7 +116,10 @@ def fetch(
 
 
 def withdraw(objects: Objects, name: str, timeout: float) -> bool:
-    """Removes a checkpoint, the manifest first; whether all of it is gone. What no manifest names is not found."""
+    """Removes a checkpoint, the manifest first; whether all of it is gone. What no manifest names is not found.
+
+    A store that protects what is being read needs more time for it than that lasts (Mooncake: one lease).
+    """
     until = deadline(timeout)
     keys = []
     try:
@@ -136,7 +139,7 @@ def _put_parts(objects: Objects, items: Sequence[Item], until: float) -> list[Pu
     if not damaged:
         return puts
     again = [Put.FAILED] * len(damaged)
-    if all(_remove(objects, [item.key for item in damaged], until)):
+    if all(_remove(objects, [item.key for item in damaged], until, force=True)):
         again = [Put.FAILED if put is Put.CONFLICT else put for put in _put(objects, damaged, until)]
     renewed = iter(again)
     return [next(renewed) if put is Put.CONFLICT else put for put in puts]
@@ -157,7 +160,7 @@ def _put_manifest(objects: Objects, item: Item, until: float) -> Put:
             decode(held)
             return Put.CONFLICT
         except Unreadable as error:
-            if error.miss is Miss.VERSION or not all(_remove(objects, [item.key], until)):
+            if error.miss is Miss.VERSION or not all(_remove(objects, [item.key], until, force=True)):
                 return Put.CONFLICT
     return Put.FAILED
 
@@ -192,7 +195,7 @@ def _fetch(
         )
     except Unreadable as error:
         if error.part is not None:
-            _remove(objects, [keys[error.part]], until)
+            _remove(objects, [keys[error.part]], until, force=True)
         raise
     return Checkpoint(manifest.about, arrays, sum(array.nbytes for array in arrays.values()), copied)
 
@@ -218,6 +221,6 @@ def _get(objects: Objects, reads: Sequence[Read], until: float) -> list[Bytes | 
     return objects.get(reads, left) if reads and left > 0 else [None] * len(reads)
 
 
-def _remove(objects: Objects, keys: Sequence[str], until: float) -> list[bool]:
+def _remove(objects: Objects, keys: Sequence[str], until: float, force: bool = False) -> list[bool]:
     left = until - monotonic()
-    return objects.remove(keys, left) if keys and left > 0 else [False] * len(keys)
+    return objects.remove(keys, left, force) if keys and left > 0 else [False] * len(keys)

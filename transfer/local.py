@@ -120,8 +120,8 @@ class LocalObjects:
             ended += [("hit" if there else "absent", 0) for there in held]
         return held
 
-    def remove(self, keys: Sequence[str], timeout: float) -> list[bool]:
-        """See `Objects`."""
+    def remove(self, keys: Sequence[str], timeout: float, force: bool = False) -> list[bool]:
+        """See `Objects`. What is being read can always be removed, and is read as it was."""
         check_keys(keys)
         until = deadline(timeout)
         with self._gate.call(), self._recorder.call("remove") as ended:

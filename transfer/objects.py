@@ -94,8 +94,13 @@ class Objects(Protocol):
         """Whether each object was there a moment ago. Ask about few: some stores keep what was asked about."""
         ...
 
-    def remove(self, keys: Sequence[str], timeout: float) -> list[bool]:
-        """Removes each object; whether it is gone now (also if it never was there)."""
+    def remove(self, keys: Sequence[str], timeout: float, force: bool = False) -> list[bool]:
+        """Removes each object; whether it is gone now (also if it never was there).
+
+        Args:
+            force: also what is being read, where a store protects that. Its readers may get other bytes then, so it is
+                for what is damaged.
+        """
         ...
 
     def counters(self) -> Counters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -77,12 +78,13 @@ class MooncakeObjects:
             word == "hit" for word in self._call("contains", None, timeout, self._contains, list(keys))[0]
         ]
 
-    def remove(self, keys: Sequence[str], timeout: float) -> list[bool]:
-        """See `Objects`. Waits until nobody reads or writes an object, as far as there is time."""
+    def remove(self, keys: Sequence[str], timeout: float, force: bool = False) -> list[bool]:
+        """See `Objects`. As far as there is time waits until nobody writes an object, and without `force` until nobody
+        reads it.
+        """
         check_keys(keys)
-        return [
-            word == "removed" for word in self._call("remove", None, timeout, self._remove, list(keys))[0]
-        ]
+        work = partial(self._remove, force=force)
+        return [word == "removed" for word in self._call("remove", None, timeout, work, list(keys))[0]]
 
     def counters(self) -> Counters:
         """See `Objects`. Outcomes are those of `Put`, of `transfer.mooncake.codes`, and `hit`, `removed`, `short`,
@@ -149,10 +151,10 @@ class MooncakeObjects:
         codes = self._library.store.batch_is_exist(keys)
         call.ended = [outcome(code) if code < 0 else "hit" if code else "absent" for code in codes]
 
-    def _remove(self, keys: list[str], call: Call) -> None:
+    def _remove(self, keys: list[str], call: Call, force: bool) -> None:
         tries, left = 0, list(range(len(keys)))
         while True:
-            codes = self._library.store.batch_remove([keys[i] for i in left], False)
+            codes = self._library.store.batch_remove([keys[i] for i in left], force)
             for i, code in zip(left, codes, strict=True):
                 word = outcome(code) if code < 0 else "removed"
                 call.ended[i] = "removed" if word == "absent" else word
