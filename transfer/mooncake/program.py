@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from transfer.errors import Unavailable
+from transfer.mooncake.library import remedy
 
 ERROR_LINE = re.compile(r"[EF]\d{4} [\d:.]+ +\d+ \S+\] (.+)")
 LEASH = Path(__file__).parent / "leash.py"
@@ -33,12 +34,10 @@ def find_program(name: str) -> Path:
     """
     spec = find_spec("mooncake")
     if spec is None or not spec.submodule_search_locations:
-        raise Unavailable("Mooncake is not installed: pip install 'kda-jax[mooncake]'")
+        raise Unavailable(remedy(ImportError("there is no package mooncake")))
     path = Path(next(iter(spec.submodule_search_locations))) / name
     if not path.is_file():
-        raise Unavailable(
-            f"Mooncake's package has no {path}: pip install --force-reinstall 'kda-jax[mooncake]'"
-        )
+        raise Unavailable(remedy(ImportError(f"there is no {path}")))
     if not os.access(path, os.X_OK):
         path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
     return path
@@ -81,8 +80,9 @@ class Program:
             return None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         words = "" if code == -signal.SIGKILL else self._last_words()
-        remedy = " (apt-get install libibverbs1 libnuma1 libcurl4)" if "shared libraries" in words else ""
-        return f"{self.name} (process {self.pid}) {how}{words and f': {words}'}{remedy}"
+        if "shared libraries" in words:
+            words = remedy(ImportError(words))
+        return f"{self.name} (process {self.pid}) {how}{words and f': {words}'}"
 
     def kill(self) -> None:
         """Ends it at once, also if it is stopped, and waits until it is gone. It keeps nothing that it could lose."""
