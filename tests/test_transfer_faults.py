@@ -13,7 +13,6 @@ from time import sleep
 
 import pytest
 import xxhash
-from transfer_stage import NAMESPACE, contents, digest, every_dtype
 
 from own_network import own_network
 from transfer import About
@@ -36,6 +35,7 @@ from transfer_actor import (
     write,
     written_and_read,
 )
+from transfer_stage import NAMESPACE, contents, digest, every_dtype
 
 
 @pytest.fixture(scope="module", autouse=True)

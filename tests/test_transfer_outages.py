@@ -16,7 +16,6 @@ from functools import cache
 from time import sleep
 
 import pytest
-from transfer_stage import raw_bytes
 
 from own_network import own_network
 from transfer_actor import (
@@ -32,6 +31,7 @@ from transfer_actor import (
     write,
     written_and_read,
 )
+from transfer_stage import raw_bytes
 
 AT_ONCE = 6
 

@@ -35,6 +35,18 @@ def network() -> Iterator[None]:
         yield
 
 
+started: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def leftovers() -> Iterator[None]:
+    """Of a test that fails."""
+    started.clear()
+    yield
+    for pid in filter(alive, started):
+        os.kill(pid, signal.SIGKILL)
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
@@ -64,7 +76,9 @@ def start(*command: str) -> tuple[subprocess.Popen[str], dict]:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None
-    return process, json.loads(process.stdout.readline())
+    facts = json.loads(process.stdout.readline())
+    started.extend([process.pid, facts["master_pid"], facts["store_pid"]])
+    return process, facts
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -87,6 +101,7 @@ def test_a_signal_stops_all(number: signal.Signals) -> None:
 def test_the_end_of_the_parent_stops_all() -> None:
     parent, facts = start(sys.executable, "-c", f"import subprocess; subprocess.run({UP})")
     up = int(Path(f"/proc/{facts['master_pid']}/stat").read_text().rpartition(") ")[2].split()[1])
+    started.append(up)
     assert alive(up)
     parent.kill()
     parent.communicate(timeout=TIMEOUT_S)

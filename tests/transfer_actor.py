@@ -21,9 +21,8 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple, Self
 
 import transfer_stage
-from transfer_stage import contents, digest
-
 from transfer.mooncake.local import LocalMooncake
+from transfer_stage import contents, digest
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
