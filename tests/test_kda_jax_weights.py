@@ -21,7 +21,7 @@ from kda_jax.weights import WeightsError, load, save
 from kda_jax.weights.names import hf_shapes, parameters_and_nbytes, tensors
 from kda_jax.weights.skeleton import parameters, shapes
 from measure import assert_close
-from random_model import random_model, small_config
+from random_model import K3, random_model, small_config
 
 CONFIGS = {
     "plain": {},
@@ -36,6 +36,9 @@ CONFIGS = {
         "experts_per_token": 0,
         "moe_intermediate_size": 0,
     },
+    "k3": K3,
+    "k3, plain experts": K3 | {"quantization": None},
+    "experts on latents": {"routed_expert_hidden_size": 9},
     "long conv": {"conv_size": 6, "layers": ("mla", "kda"), "mlps": ("moe", "dense")},
 }
 configs = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
@@ -62,8 +65,8 @@ def test_table_fills_every_element_of_every_parameter_once(changes: dict) -> Non
     counts = {path: np.zeros(shape.shape, np.int32) for path, shape in shapes(config).items()}
     for tensor in tensors(config):
         for target in tensor.targets:
-            place = counts[target.path] if target.expert is None else counts[target.path][target.expert]
-            place[..., target.start : target.stop] += 1
+            part = target.of(counts[target.path])
+            part += 1
     assert {path: (count.min(), count.max()) for path, count in counts.items()} == dict.fromkeys(
         counts, (1, 1)
     )

@@ -28,9 +28,6 @@ def assemble(
         config: the model's config.
         dtype: as `Model`'s.
         value_of: (path, shape and dtype) -> the parameter.
-
-    Raises:
-        NotImplementedError: if `Model` cannot build this config.
     """
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0), dtype=dtype)))
     filled = [
