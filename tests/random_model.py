@@ -46,8 +46,8 @@ K3: dict[str, Any] = dict(
     situ_beta=4.0,
     situ_linear_beta=25.0,
     quantization="mxfp4",
-    layers=("kda", "mla", "kda"),
-    mlps=("dense", "moe", "moe"),
+    layers=("mla", "kda", "mla"),
+    mlps=("dense", "moe", "dense"),
 )
 """Changes that give a small config all of Kimi K3's parts: two layers in its first block, one in its second."""
 
