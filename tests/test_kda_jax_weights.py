@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -220,6 +221,16 @@ def test_sizes_of_the_released_models() -> None:
     assert {name: k3[name] for name in expected} == expected
     assert f"{layer}self_attn.g_a_proj.weight" not in k3
     assert f"{experts}w1.weight" not in k3
+
+
+def test_a_model_has_the_parameters_of_its_checkpoint() -> None:
+    config, codes = ModelConfig.kimi_k3(), {"packed": 2, "scale": 0}  # numbers for one element
+    held = {
+        path: math.prod(shape.shape) * codes.get(path.split(".")[-1], 1)
+        for path, shape in shapes(config).items()
+    }
+    padding = 69 * (128 - 96)  # of A_log
+    assert sum(held.values()) == parameters_and_nbytes(hf_shapes(config))[0] - padding
 
 
 def test_failing_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
