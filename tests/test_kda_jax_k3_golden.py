@@ -53,8 +53,8 @@ def residuals(model: Model, want: Arrays, index: int) -> Residuals:
     """What the golden run hands to a layer: the sum so far, and what it was where blocks of layers began."""
     sums = [np.asarray(model.embed[...])[want["input_ids"]]]
     sums += [want[f"layers.{i}.hidden"] for i in range(LAYERS)]
-    blocks = tuple(jnp.asarray(sums[i]) for i in range(0, index, BLOCK_SIZE))
-    return Residuals(jnp.asarray(sums[index]), blocks)
+    blocks = [jnp.asarray(sums[i]) for i in range(0, index, BLOCK_SIZE)]
+    return Residuals(jnp.asarray(sums[index]), jnp.stack(blocks) if blocks else None)
 
 
 def check_layer(model: Model, want: Arrays, index: int) -> None:

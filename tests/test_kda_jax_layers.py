@@ -185,10 +185,10 @@ def test_mlp_takes_another_activation() -> None:
 def test_residuals_are_a_sum_until_a_block_closes() -> None:
     one, two, three = (jnp.full((1, 1, 2), value, jnp.float32) for value in (1, 2, 3))
     x = Residuals(one).add(two)
-    assert (float(x.sum[0, 0, 0]), x.blocks) == (3, ())
-    y = x.close(three).add(one)
-    assert float(y.sum[0, 0, 0]) == 4
-    assert [float(block[0, 0, 0]) for block in y.blocks] == [3]
+    assert (float(x.sum[0, 0, 0]), x.blocks) == (3, None)
+    y = x.close(three).add(one).close(two)
+    assert float(y.sum[0, 0, 0]) == 2
+    np.testing.assert_array_equal(y.blocks, [[[[3, 3]]], [[[4, 4]]]])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -196,7 +196,7 @@ def test_residual_mix_is_its_definition(dtype: type) -> None:
     mix = ResidualMix(WIDTH, eps=1e-5, rngs=nnx.Rngs(0), dtype=dtype)
     mix.norm = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH).astype(dtype))
     values = [inputs(2, 7, seed).astype(dtype) * dtype(10.0**seed) for seed in range(4)]
-    x = Residuals(values[-1], tuple(values[:-1]))
+    x = Residuals(values[-1], jnp.stack(values[:-1]))
     stacked = np.stack(list(map(definition.wide, values)))
     normal = definition.rms_norm(stacked, definition.wide(mix.norm), 1e-5)
     scores = (normal @ definition.wide(mix.proj))[..., 0]

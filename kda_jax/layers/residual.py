@@ -21,12 +21,12 @@ class Residuals(NamedTuple):
 
     Attributes:
         sum: of the block of layers that is open.
-        blocks: the sums of the closed ones, the first (the embedding) first. A model whose residuals are one running
-            sum closes none.
+        blocks: the sums of the E blocks that are closed, the first (the embedding) first; None while there is none. A
+            model whose residuals are one running sum closes none.
     """
 
     sum: Float[Array, "B T D"]
-    blocks: tuple[Float[Array, "B T D"], ...] = ()
+    blocks: Float[Array, "E B T D"] | None = None
 
     def add(self, y: Float[Array, "B T D"]) -> Residuals:
         """With y in the open block's sum."""
@@ -34,13 +34,14 @@ class Residuals(NamedTuple):
 
     def close(self, y: Float[Array, "B T D"]) -> Residuals:
         """With the open block closed, and y as all of the next one."""
-        return Residuals(y, (*self.blocks, self.sum))
+        closed = self.sum[None]
+        return Residuals(y, closed if self.blocks is None else jnp.concatenate((self.blocks, closed)))
 
 
 class ResidualMix(nnx.Module):
-    """What a layer reads: a mean over the blocks' sums, each token weighing its own ones by their content.
+    """What a layer reads: a mean over the blocks' sums, each token weighing its own ones by their content (AttnRes).
 
-    With V_e the sums, s_e = (norm(V_e) . proj) and p = softmax(s), it is sum_e p_e V_e. Nothing is read from other
+    With V_e the sums, s_e = norm(V_e) . proj and p = softmax(s), it is sum_e p_e V_e. Nothing is read from other
     tokens, so nothing is to be kept from call to call.
 
     Args:
@@ -49,7 +50,7 @@ class ResidualMix(nnx.Module):
         rngs: `params` is drawn from.
         dtype: of the parameters; scores and sums are taken in float32.
 
-    Source: Attention Residuals, as in Kimi K3's checkpoint (`*_res_norm`, `*_res_proj`).
+    Source: attention residuals as in Kimi K3's checkpoint (`*_res_norm`, `*_res_proj`).
     """
 
     def __init__(self, hidden_size: int, *, eps: float, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
@@ -59,17 +60,19 @@ class ResidualMix(nnx.Module):
 
     def __call__(self, x: Residuals) -> Float[Array, "B T D"]:
         """Mixes all blocks; the open one alone is itself."""
-        if not x.blocks:
+        if x.blocks is None:
             return x.sum
         wide = accumulator(x.sum.dtype)
         key = self.norm[...].astype(wide) * self.proj[...][:, 0].astype(wide)
-        values = [value.astype(wide) for value in (*x.blocks, x.sum)]
-        weights = _softmax([self._score(value, key) for value in values])
+        blocks, open_sum = x.blocks.astype(wide), x.sum.astype(wide)
+        # All closed blocks at once: one chain of additions in the program instead of one a block.
+        weights = _softmax([*jnp.unstack(self._scores(blocks, key)), self._scores(open_sum, key)])
+        values = [*jnp.unstack(blocks), open_sum]
         return _in_order([p * value for p, value in zip(weights, values)]).astype(x.sum.dtype)
 
-    def _score(self, value: Float[Array, "B T D"], key: Float[Array, "D"]) -> Float[Array, "B T 1"]:
-        scale = jax.lax.rsqrt(sum_of_squares(value) / value.shape[-1] + self.eps)
-        return row_dot(value, jnp.broadcast_to(key, value.shape)) * scale
+    def _scores(self, values: Float[Array, "*rows D"], key: Float[Array, "D"]) -> Float[Array, "*rows 1"]:
+        scale = jax.lax.rsqrt(sum_of_squares(values) / values.shape[-1] + self.eps)
+        return row_dot(values, jnp.broadcast_to(key, values.shape)) * scale
 
 
 def _softmax(scores: list[Float[Array, "B T 1"]]) -> list[Float[Array, "B T 1"]]:

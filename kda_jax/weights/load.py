@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from kda_jax.config import ModelConfig
 from kda_jax.model import Model
 from kda_jax.weights.errors import WeightsError
-from kda_jax.weights.files import TensorFiles, read_config
+from kda_jax.weights.files import TensorFiles, Tensors, read_config
 from kda_jax.weights.names import Target, Tensor, canonical, fused_tensors, tensors, tied_head
 from kda_jax.weights.packed import UnpackedFiles, has_packed_experts
 from kda_jax.weights.skeleton import assemble
@@ -63,8 +63,7 @@ def load(path: str | Path, dtype: DTypeLike | None = None, *, unpack: bool = Fal
     """
     config, files = read_config(path), TensorFiles(path)
     if has_packed_experts(files):
-        config = dataclasses.replace(config, quantization=None if unpack else "mxfp4")
-        files = UnpackedFiles(files) if unpack else files
+        config, files = _of_packed(config, files, unpack, str(path))
     plan = match(config, files.shapes, str(path))
     dtype = _dtype(dtype, files, plan)
     nonfinite: list[str] = []
@@ -81,6 +80,16 @@ def load(path: str | Path, dtype: DTypeLike | None = None, *, unpack: bool = Fal
     if nonfinite:
         raise WeightsError(f"{path} cannot be loaded as {jnp.dtype(dtype).name}", nonfinite=nonfinite)
     return model
+
+
+def _of_packed(config: ModelConfig, files: Tensors, unpack: bool, where: str) -> tuple[ModelConfig, Tensors]:
+    """The config and the tensors of a model with packed experts, whether its config knew of them or not."""
+    if unpack:
+        return dataclasses.replace(config, quantization=None), UnpackedFiles(files)
+    try:
+        return dataclasses.replace(config, quantization="mxfp4"), files
+    except ValueError as error:
+        raise WeightsError(f"{where}: {error}") from None
 
 
 def match(config: ModelConfig, found: dict[str, tuple[int, ...]], where: str = "checkpoint") -> Plan:
@@ -134,7 +143,7 @@ def match(config: ModelConfig, found: dict[str, tuple[int, ...]], where: str = "
     return plan
 
 
-def _dtype(asked: DTypeLike | None, files: TensorFiles, plan: Plan) -> DTypeLike:
+def _dtype(asked: DTypeLike | None, files: Tensors, plan: Plan) -> DTypeLike:
     for kinds, readable in (
         ((PACKED_KIND, SCALE_KIND), ("U8",)),
         ((BFLOAT16_KIND, FLOAT32_KIND), STORED_DTYPES),
@@ -152,7 +161,7 @@ def _dtype(asked: DTypeLike | None, files: TensorFiles, plan: Plan) -> DTypeLike
     return asked
 
 
-def _stays_float32(sources: list[Source], files: TensorFiles, plan: Plan) -> bool:
+def _stays_float32(sources: list[Source], files: Tensors, plan: Plan) -> bool:
     """Whether these small tensors are in float32 on purpose: beside an embedding that is not."""
     if files.dtypes[plan["embed"][0].name] == "F32":
         return False
@@ -161,7 +170,7 @@ def _stays_float32(sources: list[Source], files: TensorFiles, plan: Plan) -> boo
 
 def _fill(
     sources: list[Source],
-    files: TensorFiles,
+    files: Tensors,
     config: ModelConfig,
     shape: jax.ShapeDtypeStruct,
     nonfinite: list[str],

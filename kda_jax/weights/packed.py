@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kda_jax.weights.files import TensorFiles
+from kda_jax.weights.files import Tensors
 from pallas_kernels.mxfp4 import BLOCK, VALUES
 
 _PACKED, _SCALE, _PLAIN = ".weight_packed", ".weight_scale", ".weight"
 _VALUES = np.array(VALUES, np.float32)
 
 
-def has_packed_experts(files: TensorFiles) -> bool:
+def has_packed_experts(files: Tensors) -> bool:
     """Whether the routed experts lie in the files as MXFP4. Their config does not always say so."""
     return any(".experts." in name and name.endswith(_PACKED) for name in files.shapes)
 
@@ -26,10 +26,10 @@ def unpacked(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return (blocks * power[..., None]).reshape(*packed.shape[:-1], -1)
 
 
-class UnpackedFiles(TensorFiles):
+class UnpackedFiles:
     """The same files with every packed matrix under its plain name, as float32; each is unpacked when it is read."""
 
-    def __init__(self, files: TensorFiles) -> None:
+    def __init__(self, files: Tensors) -> None:
         self._files = files
         self._parts: dict[str, tuple[str, str]] = {}
         self.shapes, self.dtypes = dict(files.shapes), dict(files.dtypes)
@@ -54,7 +54,7 @@ class UnpackedFiles(TensorFiles):
         )
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """As `TensorFiles.read`; the two halves of a matrix may lie in different files."""
+        """As `Tensors.read`; the two halves of a matrix may lie in different files."""
         plain_of = {part: name for name in names for part in self._parts.get(name, (name,))}
         waiting: dict[str, dict[str, np.ndarray]] = {}
         for part, value in self._files.read(plain_of):
