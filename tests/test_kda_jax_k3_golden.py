@@ -84,6 +84,16 @@ def test_logits_and_the_last_hidden_state(model: Model, want: Arrays) -> None:
     assert_close("final_hidden", want["final_hidden"], hidden, OF_A_LAYER)
 
 
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, 36])
+def test_logits_of_two_calls_are_the_golden_ones_too(model: Model, want: Arrays, cut: int) -> None:
+    ids = want["input_ids"]
+    first, state = prefill(model, ids[:, :cut])
+    second, _ = prefill(model, ids[:, cut:], state)
+    logits = np.concatenate([first, second], axis=1)
+    assert np.abs(logits - want["logits"]).max() < ABSOLUTE
+    assert_close("logits", want["logits"], logits, RELATIVE)
+
+
 @pytest.mark.parametrize("index", range(LAYERS))
 def test_each_layer_makes_of_its_golden_input_its_golden_output(
     model: Model, want: Arrays, index: int

@@ -79,9 +79,9 @@ class SparseMoE(nnx.Module):
     `w_gate_up` is [E, D, 2I], gate columns first; `w_down` is [E, I, D]. With MXFP4 experts both are
     `PackedMatrices`, [E, 2I, D] and [E, D, I].
 
-    With `routed_expert_hidden_size` the experts work on latents: `latent_down` takes x to them, and `latent_up` takes
-    the experts' weighted sum back, after an RMS norm if the model has one (`latent_norm`). The router and the shared
-    experts see x itself.
+    With `routed_expert_hidden_size` the experts work on latents of that width, the D of their matrices: `latent_down`
+    takes x to them, and `latent_up` takes the experts' weighted sum back, after an RMS norm if the model has one
+    (`latent_norm`). The router and the shared experts see x itself.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2; for the latents Kimi K3's checkpoint (`routed_expert_*`).
     """
