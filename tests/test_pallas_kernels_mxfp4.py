@@ -36,7 +36,6 @@ def test_every_code_and_the_scales_mean_what_the_format_says() -> None:
     codes = np.arange(64, dtype=np.uint8).reshape(2, 32) * 4 + np.arange(2, dtype=np.uint8)[:, None] * 3
     scale = np.array([[1, 127], [128, 250]], np.uint8)
     want = by_hand(codes, scale)
-    assert len({abs(number) / 2.0 ** np.frexp(abs(number))[1] for number in want.flat}) == 3, "0, 1/2 and 3/4"
     for dtype in (jnp.float32, jnp.bfloat16):
         got = unpack_mxfp4(Mxfp4(jnp.asarray(codes), jnp.asarray(scale)), dtype)
         assert got.dtype == dtype
@@ -58,10 +57,8 @@ mix = jax.jit(expert_mlp, static_argnames=("activation", "implementation"))
 @pytest.mark.parametrize("num_tokens", [1, 5, 70])
 def test_packed_experts_are_their_numbers(num_tokens: int) -> None:
     rng = np.random.default_rng(0)
-    gate_up, down = (
-        packed_matrices(rng, EXPERTS, 2 * INNER, WIDTH),
-        packed_matrices(rng, EXPERTS, WIDTH, INNER),
-    )
+    gate_up = packed_matrices(rng, EXPERTS, 2 * INNER, WIDTH)
+    down = packed_matrices(rng, EXPERTS, WIDTH, INNER)
     x = rng.standard_normal((num_tokens, WIDTH)).astype(np.float32)
     ids = np.argsort(rng.random((num_tokens, EXPERTS)), axis=1)[:, :SLOTS].astype(np.int32)
     weights = rng.standard_normal((num_tokens, SLOTS)).astype(np.float32)
@@ -76,10 +73,8 @@ def test_packed_experts_are_their_numbers(num_tokens: int) -> None:
 @pytest.mark.optimised
 def test_a_row_through_packed_experts_keeps_its_bits_whatever_stands_around_it() -> None:
     rng = np.random.default_rng(0)
-    gate_up, down = (
-        packed_matrices(rng, EXPERTS, 2 * INNER, WIDTH),
-        packed_matrices(rng, EXPERTS, WIDTH, INNER),
-    )
+    gate_up = packed_matrices(rng, EXPERTS, 2 * INNER, WIDTH)
+    down = packed_matrices(rng, EXPERTS, WIDTH, INNER)
     x = rng.standard_normal((400, WIDTH)).astype(np.float32)
     ids = np.argsort(rng.random((400, EXPERTS)), axis=1)[:, :SLOTS].astype(np.int32)
     weights = rng.standard_normal((400, SLOTS)).astype(np.float32)
