@@ -1,4 +1,4 @@
-"""Kimi Linear in JAX."""
+"""Kimi Linear and Kimi K3 in JAX."""
 
 from kda_jax.config import ModelConfig
 from kda_jax.forward import decode, prefill, split

@@ -6,7 +6,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kda_jax.config import ModelConfig
-from kda_jax.layers import KimiDeltaAttention, Linear, Mlp, MultiHeadLatentAttention, SparseMoE
+from kda_jax.layers import (
+    KimiDeltaAttention,
+    Linear,
+    Mlp,
+    MultiHeadLatentAttention,
+    ResidualMix,
+    Residuals,
+    SparseMoE,
+    activation_of,
+)
 from kda_jax.layers.projection import fan_in
 from kda_jax.state import KDAState, MLAState, ModelState
 from pallas_kernels import rms_norm
@@ -17,63 +26,63 @@ LayerState = KDAState | MLAState
 
 
 class Block(nnx.Module):
-    """One layer: x += attn(norm(x)), then x += mlp(norm(x))."""
+    """One layer: x += attn(norm(x)), then x += mlp(norm(x)).
+
+    With `attn_res_block_size` either half reads a mix of the residuals of all blocks of that many layers, and the first
+    layer of a block opens it: what was added up until then is closed, and attention's output is all of the new sum.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.eps = config.rms_norm_eps
+        size = config.attn_res_block_size
+        self.opens_block = size is not None and layer % size == 0
         self.input_norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
         self.attn = _attention(config, layer, rngs, dtype)
         self.post_norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
         if config.mlps[layer] == "dense":
-            self.mlp = Mlp(config.hidden_size, config.intermediate_size, rngs=rngs, dtype=dtype)
+            activation, sizes = activation_of(config), (config.hidden_size, config.intermediate_size)
+            self.mlp = Mlp(*sizes, activation=activation, rngs=rngs, dtype=dtype)
         else:
             self.mlp = SparseMoE(config, rngs=rngs, dtype=dtype)
+        self.attn_mix, self.mlp_mix = (_mix(config, rngs, dtype) for _ in range(2))
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Residuals,
         state: LayerState | None = None,
         *,
         lengths: Int[Array, "B"] | None = None,
         boundaries: Int[Array, "... NB"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerState, *tuple[LayerState, ...]]:
+    ) -> tuple[Residuals, LayerState, *tuple[LayerState, ...]]:
         """As the attention layers: y, the state behind, and with `boundaries` the states there."""
-        normal = rms_norm(x, self.input_norm[...], eps=self.eps)
+        normal = rms_norm(_read(x, self.attn_mix), self.input_norm[...], eps=self.eps)
         y, new, *at = self.attn(
             normal,
             state,  # pyright: ignore[reportArgumentType]  # each layer gets the kind of state that it makes
             lengths=lengths,
             boundaries=boundaries,
         )
-        x = x + y
-        normal = rms_norm(x, self.post_norm[...], eps=self.eps)
+        x = x.close(y) if self.opens_block else x.add(y)
+        normal = rms_norm(_read(x, self.mlp_mix), self.post_norm[...], eps=self.eps)
         if isinstance(self.mlp, SparseMoE):
-            return (x + self.mlp(normal, _live(x, lengths)), new, *at)
-        return (x + self.mlp(normal), new, *at)
+            return (x.add(self.mlp(normal, _live(normal, lengths))), new, *at)
+        return (x.add(self.mlp(normal)), new, *at)
 
 
 class Model(nnx.Module):
-    """A Kimi Linear language model.
+    """A Kimi Linear or Kimi K3 language model: the config says of which parts.
 
     Parameters lie under `embed` [V, D], `layers.{i}`, `norm` [D] and `lm_head.kernel` [D, V] (absent when
-    tied).
+    tied); with attention over residual blocks also under `mix`.
 
     Args:
         config: sizes and options.
         rngs: `params` is drawn from. To build from shapes alone, call this inside `nnx.eval_shape`.
         dtype: of parameters and activations; the router, `A_log`, `dt_bias` and all recurrent states are
-            float32.
-
-    Raises:
-        NotImplementedError: the config asks for parts that only Kimi K3 has.
+            float32, MXFP4 experts are uint8.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
-        if config.k3_parts:
-            raise NotImplementedError(
-                f"no layers yet for {', '.join(config.k3_parts)} (Kimi K3's own parts); "
-                "their config can be read, the model cannot be built"
-            )
         self.config = config
         width = config.hidden_size if config.tie_embeddings else 1
         self.embed = fan_in(rngs, (config.vocab_size, config.hidden_size), dtype, width)
@@ -85,6 +94,7 @@ class Model(nnx.Module):
             self.lm_head = None
         else:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)
+        self.mix = _mix(config, rngs, dtype)
 
     def __call__(
         self,
@@ -109,7 +119,7 @@ class Model(nnx.Module):
             float32 logits, [B, T, vocab] or [B, 1, vocab]; the state behind each row's last token; and with
             `boundaries` the states there, recurrent and window [B, NB, ...] and position [B, NB].
         """
-        x = self.embed[...][tokens]
+        x = Residuals(self.embed[...][tokens])
         # All layers stand at the same position: read one, so that the copies cost nothing.
         olds = [None] * len(self.layers)
         if state is not None:
@@ -119,7 +129,8 @@ class Model(nnx.Module):
             x, new, *at = block(x, old, lengths=lengths, boundaries=boundaries)
             news.append(new)
             ats += at
-        logits = self._head_of_last(x, lengths) if last_only else self.head(x)
+        y = _read(x, self.mix)
+        logits = self._head_of_last(y, lengths) if last_only else self.head(y)
         new = ModelState(tuple(news))
         return (logits, new) if boundaries is None else (logits, new, ModelState(tuple(ats)))
 
@@ -132,7 +143,7 @@ class Model(nnx.Module):
         return self.head(x)[:rows]
 
     def head(self, x: Float[Array, "B U D"]) -> Float[Array, "B U V"]:
-        """Float32 logits of what the last layer returned."""
+        """Float32 logits of what all layers made of the tokens."""
         x = rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)
         kernel = self.embed[...].T if self.lm_head is None else self.lm_head.kernel[...]
         return rows_matmul(x.reshape(-1, x.shape[-1]), kernel, precision=None).reshape(
@@ -170,6 +181,16 @@ def _attention(
         rngs=rngs,
         dtype=dtype,
     )
+
+
+def _mix(config: ModelConfig, rngs: nnx.Rngs, dtype: DTypeLike) -> ResidualMix | None:
+    if config.attn_res_block_size is None:
+        return None
+    return ResidualMix(config.hidden_size, eps=config.rms_norm_eps, rngs=rngs, dtype=dtype)
+
+
+def _read(x: Residuals, mix: ResidualMix | None) -> Float[Array, "B T D"]:
+    return x.sum if mix is None else mix(x)
 
 
 def _live(x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None) -> Bool[Array, "B T"] | None:

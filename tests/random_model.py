@@ -34,6 +34,24 @@ SMALL: dict[str, Any] = dict(
 )
 
 
+K3: dict[str, Any] = dict(
+    gate_lower_bound=-5.0,
+    full_rank_gate=True,
+    mla_output_gate=True,
+    q_lora_rank=10,
+    attn_res_block_size=2,
+    routed_expert_hidden_size=32,
+    moe_intermediate_size=32,
+    latent_moe_norm=True,
+    situ_beta=4.0,
+    situ_linear_beta=25.0,
+    quantization="mxfp4",
+    layers=("mla", "kda", "mla"),
+    mlps=("dense", "moe", "dense"),
+)
+"""Changes that give a small config all of Kimi K3's parts: two layers in its first block, one in its second."""
+
+
 def small_config(**changes: Any) -> ModelConfig:
     """Two layers, one of each kind, in which no two sizes are equal by accident."""
     return ModelConfig(**{**SMALL, **changes})
@@ -64,5 +82,9 @@ def _draw(rng: np.random.Generator, name: str, path: str, shape: tuple[int, ...]
         return rng.uniform(0.5, 1.5, shape)
     if name == "embed":
         return rng.standard_normal(shape)
+    if name == "packed":
+        return rng.integers(0, 256, shape)
+    if name == "scale":  # MXFP4's numbers have an rms of 2.9: these keep the scale of 32 to 64 inputs
+        return rng.integers(122, 125, shape)
     fan_in = shape[-1] if name == "w_uk" else shape[-2]
     return rng.standard_normal(shape) * fan_in**-0.5

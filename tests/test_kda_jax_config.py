@@ -32,8 +32,17 @@ def test_a_preset_survives_the_way_through_hugging_face(preset: str) -> None:
         {"gate_lower_bound": -5.0, "full_rank_gate": True, "mla_output_gate": True, "q_lora_rank": 3},
         {"tie_embeddings": True, "num_expert_groups": 4, "topk_groups": 2, "moe_renormalize": False},
         {"mlps": ("dense", "dense"), "num_experts": 0, "experts_per_token": 0},
+        {
+            **{"attn_res_block_size": 2, "routed_expert_hidden_size": 64, "latent_moe_norm": True},
+            **{
+                "situ_beta": 3.0,
+                "situ_linear_beta": 20.0,
+                "quantization": "mxfp4",
+                "moe_intermediate_size": 32,
+            },
+        },
     ],
-    ids=["value-heads", "k3", "groups", "dense"],
+    ids=["value-heads", "gates", "groups", "dense", "k3"],
 )
 def test_options_survive_the_way_through_hugging_face(options: dict[str, Any]) -> None:
     config = ModelConfig(**SMALL | options)
@@ -101,6 +110,12 @@ def test_says_what_is_wrong_with_a_foreign_config(change: dict[str, Any], messag
         ({"kda_num_v_heads": 3}, "multiple of"),
         ({"gate_lower_bound": 0.0}, "negative"),
         ({"experts_per_token": 9}, "1..8"),
+        ({"attn_res_block_size": 0}, "attn_res_block_size=0 must be positive"),
+        ({"situ_beta": 4.0}, "both be positive"),
+        ({"situ_beta": 4.0, "situ_linear_beta": 0.0}, "both be positive"),
+        ({"latent_moe_norm": True}, "wants routed_expert_hidden_size"),
+        ({"routed_expert_hidden_size": 0}, "routed_expert_hidden_size=0"),
+        ({"quantization": "mxfp4"}, "8 and 4 must be multiples of 32"),
         ({"num_expert_groups": 3}, "divide num_experts=8"),
         ({"num_expert_groups": 8, "topk_groups": 2}, "two best"),
         ({"num_expert_groups": 4, "topk_groups": 1, "experts_per_token": 3}, "1..2"),

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from kda_jax.forward import SplitModel, decode, prefill, split
-from kda_jax.layers import MultiHeadLatentAttention
+from kda_jax.layers import MultiHeadLatentAttention, Residuals
 from kda_jax.model import Block, Model
 from kda_jax.state import KDAState, ModelState
 from kda_jax.weights import load
@@ -77,7 +77,7 @@ def test_each_layer_makes_of_its_golden_input_its_golden_output(
     def run(params: nnx.State, x: jax.Array, attn_in: jax.Array, mlp_in: jax.Array) -> tuple[jax.Array, ...]:
         block: Block = nnx.merge(graphdef, params)
         normal = rms_norm(x, block.input_norm[...], eps=block.eps)
-        return normal, block.attn(attn_in)[0], block.mlp(mlp_in), block(x)[0]
+        return normal, block.attn(attn_in)[0], block.mlp(mlp_in), block(Residuals(x))[0].sum
 
     x, attn_in, mlp_in = (jnp.asarray(want[name + part]) for part in (".in", ".self_attn.in", ".mlp.in"))
     got = run(params, x, attn_in, mlp_in)

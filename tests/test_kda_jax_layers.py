@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kda_jax.layers import KimiDeltaAttention, Mlp, MultiHeadLatentAttention, Projections
+from kda_jax.layers import (
+    KimiDeltaAttention,
+    Mlp,
+    MultiHeadLatentAttention,
+    Projections,
+    ResidualMix,
+    Residuals,
+)
 from measure import assert_close
+from pallas_kernels import SituGlu
 
 WIDTH = 24
 KDA_OPTIONS: dict[str, dict[str, Any]] = {
@@ -164,6 +172,40 @@ def test_mlp_is_swiglu() -> None:
     gate, up = np.split(definition.wide(x) @ definition.wide(layer.gate_up.kernel), 2, axis=-1)
     want = (gate * definition.sigmoid(gate) * up) @ definition.wide(layer.down.kernel)
     assert_close("y", want, layer(x), 1e-6)
+
+
+def test_mlp_takes_another_activation() -> None:
+    layer = Mlp(4, 6, activation=SituGlu(2.0, 3.0), rngs=nnx.Rngs(0))
+    x = jnp.linspace(-9.0, 9.0, 8, dtype=jnp.float32).reshape(2, 4)
+    gate, up = np.split(definition.wide(x) @ definition.wide(layer.gate_up.kernel), 2, axis=-1)
+    hidden = 2 * np.tanh(gate / 2) * definition.sigmoid(gate) * 3 * np.tanh(up / 3)
+    assert_close("y", hidden @ definition.wide(layer.down.kernel), layer(x), 1e-6)
+
+
+def test_residuals_are_a_sum_until_a_block_closes() -> None:
+    one, two, three = (jnp.full((1, 1, 2), value, jnp.float32) for value in (1, 2, 3))
+    x = Residuals(one).add(two)
+    assert (float(x.sum[0, 0, 0]), x.blocks) == (3, None)
+    y = x.close(three).add(one).close(two)
+    assert float(y.sum[0, 0, 0]) == 2
+    np.testing.assert_array_equal(y.blocks, [[[[3, 3]]], [[[4, 4]]]])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_residual_mix_is_its_definition(dtype: type) -> None:
+    mix = ResidualMix(WIDTH, eps=1e-5, rngs=nnx.Rngs(0), dtype=dtype)
+    mix.norm = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH).astype(dtype))
+    values = [inputs(2, 7, seed).astype(dtype) * dtype(10.0**seed) for seed in range(4)]
+    x = Residuals(values[-1], jnp.stack(values[:-1]))
+    stacked = np.stack(list(map(definition.wide, values)))
+    normal = definition.rms_norm(stacked, definition.wide(mix.norm), 1e-5)
+    scores = (normal @ definition.wide(mix.proj))[..., 0]
+    weights = np.exp(scores - scores.max(0))
+    want = np.einsum("ebt,ebtd->btd", weights / weights.sum(0), stacked)
+    got = jax.jit(mix)(x)
+    assert got.dtype == dtype
+    assert_close("mixed", want, got, 1e-6 if dtype == jnp.float32 else 5e-3)
+    np.testing.assert_array_equal(mix(Residuals(values[0])), values[0])
 
 
 def test_refuses_value_heads_that_share_no_key_head() -> None:

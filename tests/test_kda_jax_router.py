@@ -13,8 +13,9 @@ import pytest
 from flax import nnx
 
 from kda_jax.config import ModelConfig
-from kda_jax.layers import Router, SparseMoE
+from kda_jax.layers import Packed, PackedMatrices, Router, SparseMoE
 from measure import assert_close
+from pallas_kernels import unpack_mxfp4
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -111,6 +112,7 @@ def test_a_token_goes_through_its_experts_and_the_shared_ones(tokens: int, share
     with_bias(moe.router)
     x = np.random.default_rng(0).standard_normal((1, tokens, 16)).astype(np.float32)
     wide = definition.wide
+    assert isinstance(moe.w_gate_up, nnx.Param) and isinstance(moe.w_down, nnx.Param)
 
     def swiglu(token, gate_up, down):
         gate, up = np.split(token @ gate_up, 2)
@@ -128,3 +130,40 @@ def test_a_token_goes_through_its_experts_and_the_shared_ones(tokens: int, share
     assert_close("y", np.stack(want)[None], jax.jit(lambda x: moe(x))(x), 2e-6)
     assert (moe.shared is None) == (shared == 0)
     np.testing.assert_array_equal(moe.route(jnp.asarray(x)).experts, moe.router(jnp.asarray(x)).experts)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("packed", [False, True], ids=["numbers", "mxfp4"])
+def test_experts_may_work_on_latents(packed: bool, norm: bool) -> None:
+    """The router and the shared experts see the token itself; the norm stands behind the weighted sum."""
+    options: dict[str, Any] = dict(
+        routed_expert_hidden_size=32, moe_intermediate_size=32, latent_moe_norm=norm
+    )
+    config = make_config(
+        **options, quantization="mxfp4" if packed else None, situ_beta=1.0, situ_linear_beta=2.0
+    )
+    moe, wide = SparseMoE(config, rngs=nnx.Rngs(0)), definition.wide
+    with_bias(moe.router)
+    if moe.latent_norm is not None:
+        moe.latent_norm = nnx.Param(jnp.linspace(0.5, 1.5, 32, dtype=jnp.float32))
+    if isinstance(moe.w_gate_up, PackedMatrices) and isinstance(moe.w_down, PackedMatrices):
+        gate_up, down = (wide(unpack_mxfp4(m())).swapaxes(1, 2) for m in (moe.w_gate_up, moe.w_down))
+    else:
+        gate_up, down = wide(moe.w_gate_up), wide(moe.w_down)
+    assert moe.shared is not None and moe.latent_down is not None and moe.latent_up is not None
+
+    def mlp(token, gate_up, down):
+        gate, up = np.split(token @ gate_up, 2)
+        return (np.tanh(gate) * definition.sigmoid(gate) * 2 * np.tanh(up / 2)) @ down
+
+    x, want = np.random.default_rng(0).standard_normal((1, 9, 16)).astype(np.float32), []
+    for token, weights in zip(wide(x[0]), route(moe.router, config, x[0])):
+        latent = token @ wide(moe.latent_down.kernel)
+        y = np.sum([weight * mlp(latent, gate_up[e], down[e]) for e, weight in weights.items()], axis=0)
+        if moe.latent_norm is not None:
+            y = definition.rms_norm(y, wide(moe.latent_norm), config.rms_norm_eps)
+        shared = mlp(token, wide(moe.shared.gate_up.kernel), wide(moe.shared.down.kernel))
+        want.append(y @ wide(moe.latent_up.kernel) + shared)
+    assert_close("y", np.stack(want)[None], jax.jit(lambda x: moe(x))(x), 2e-6)
+    assert 0.5 < np.std(gate_up) * 32**0.5 < 2, "drawn with the scale of plain ones"
+    assert (not nnx.to_flat_state(nnx.state(moe, Packed))) == (not packed)

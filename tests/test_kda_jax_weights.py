@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from kda_jax.weights import WeightsError, load, save
 from kda_jax.weights.names import hf_shapes, parameters_and_nbytes, tensors
 from kda_jax.weights.skeleton import parameters, shapes
 from measure import assert_close
-from random_model import random_model, small_config
+from random_model import K3, random_model, small_config
 
 CONFIGS = {
     "plain": {},
@@ -36,6 +37,9 @@ CONFIGS = {
         "experts_per_token": 0,
         "moe_intermediate_size": 0,
     },
+    "k3": K3,
+    "k3, plain experts": K3 | {"quantization": None},
+    "experts on latents": {"routed_expert_hidden_size": 9},
     "long conv": {"conv_size": 6, "layers": ("mla", "kda"), "mlps": ("moe", "dense")},
 }
 configs = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
@@ -62,8 +66,8 @@ def test_table_fills_every_element_of_every_parameter_once(changes: dict) -> Non
     counts = {path: np.zeros(shape.shape, np.int32) for path, shape in shapes(config).items()}
     for tensor in tensors(config):
         for target in tensor.targets:
-            place = counts[target.path] if target.expert is None else counts[target.path][target.expert]
-            place[..., target.start : target.stop] += 1
+            part = target.of(counts[target.path])
+            part += 1
     assert {path: (count.min(), count.max()) for path, count in counts.items()} == dict.fromkeys(
         counts, (1, 1)
     )
@@ -217,6 +221,16 @@ def test_sizes_of_the_released_models() -> None:
     assert {name: k3[name] for name in expected} == expected
     assert f"{layer}self_attn.g_a_proj.weight" not in k3
     assert f"{experts}w1.weight" not in k3
+
+
+def test_a_model_has_the_parameters_of_its_checkpoint() -> None:
+    config, codes = ModelConfig.kimi_k3(), {"packed": 2, "scale": 0}  # numbers for one element
+    held = {
+        path: math.prod(shape.shape) * codes.get(path.split(".")[-1], 1)
+        for path, shape in shapes(config).items()
+    }
+    padding = 69 * (128 - 96)  # of A_log
+    assert sum(held.values()) == parameters_and_nbytes(hf_shapes(config))[0] - padding
 
 
 def test_failing_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

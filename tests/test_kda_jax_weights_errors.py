@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kda_jax.config import ModelConfig
 from kda_jax.weights import WeightsError, load, save
 from random_model import random_model, small_config
 
@@ -209,9 +207,3 @@ def test_a_file_is_no_folder(folder: Path) -> None:
 def test_unknown_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="dtype=int8"):
         load(folder, dtype=jnp.int8)
-
-
-def test_a_model_that_cannot_be_built_says_so(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(ModelConfig.kimi_k3().to_hf()))
-    with pytest.raises(NotImplementedError, match=re.escape("attn_res_block_size")):
-        load(tmp_path)

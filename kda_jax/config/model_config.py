@@ -63,12 +63,12 @@ class ModelConfig:
     routed_scaling_factor: float = 1.0
 
     # Kimi K3's own parts
-    attn_res_block_size: int | None = None
-    routed_expert_hidden_size: int | None = None
+    attn_res_block_size: int | None = None  # layers; each block's sum stays readable to all later layers
+    routed_expert_hidden_size: int | None = None  # width of the latents that the routed experts work on
     latent_moe_norm: bool = False
     situ_beta: float | None = None
     situ_linear_beta: float | None = None
-    quantization: Literal["mxfp4"] | None = None
+    quantization: Literal["mxfp4"] | None = None  # how the routed experts are held
 
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -231,8 +231,16 @@ def _check(config: ModelConfig) -> None:
         raise ValueError(
             f"gate_lower_bound={config.gate_lower_bound} must be negative: it bounds a log decay"
         )
+    if config.attn_res_block_size is not None and config.attn_res_block_size < 1:
+        raise ValueError(
+            f"attn_res_block_size={config.attn_res_block_size} must be positive; None adds all layers into one sum"
+        )
+    bounds = (config.situ_beta, config.situ_linear_beta)
+    if bounds != (None, None) and not all(bound is not None and bound > 0 for bound in bounds):
+        raise ValueError(f"situ_beta and situ_linear_beta must both be positive, or both None, got {bounds}")
     if "moe" in config.mlps:
         _check_experts(config)
+        _check_latent_experts(config)
 
 
 def _check_experts(config: ModelConfig) -> None:
@@ -256,4 +264,19 @@ def _check_experts(config: ModelConfig) -> None:
         raise ValueError(
             f"experts_per_token={chosen} must lie in 1..{kept * (experts // groups)}, "
             f"the number of experts in {kept} group(s)"
+        )
+
+
+def _check_latent_experts(config: ModelConfig) -> None:
+    latent, inner = config.routed_expert_hidden_size, config.moe_intermediate_size
+    if latent is not None and latent < 1:
+        raise ValueError(
+            f"routed_expert_hidden_size={latent} must be positive; None for experts without latents"
+        )
+    if latent is None and config.latent_moe_norm:
+        raise ValueError("latent_moe_norm wants routed_expert_hidden_size: it norms the experts' latents")
+    width = config.hidden_size if latent is None else latent
+    if config.quantization is not None and (width % 32 or inner % 32):
+        raise ValueError(
+            f"MXFP4 experts share a scale among 32 inputs: their widths {width} and {inner} must be multiples of 32"
         )

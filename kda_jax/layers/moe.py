@@ -9,9 +9,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kda_jax.config import ModelConfig
-from kda_jax.layers.mlp import Mlp
-from kda_jax.layers.projection import fan_in
-from pallas_kernels import expert_mlp
+from kda_jax.layers.mlp import Mlp, activation_of
+from kda_jax.layers.packed import PackedMatrices
+from kda_jax.layers.projection import Linear, fan_in
+from pallas_kernels import Mxfp4, expert_mlp, rms_norm
 
 
 class Routing(NamedTuple):
@@ -73,20 +74,41 @@ def _logits(x: Float[Array, "*rows D"], kernel: Float[Array, "D E"]) -> Float[Ar
 
 
 class SparseMoE(nnx.Module):
-    """y = sum over a token's experts of weight * SwiGLU_expert(x), plus the shared experts' SwiGLU(x).
+    """y = sum over a token's experts of weight * MLP_expert(x), plus the shared experts' MLP(x).
 
-    `w_gate_up` is [E, D, 2I], gate columns first; `w_down` is [E, I, D].
+    `w_gate_up` is [E, D, 2I], gate columns first; `w_down` is [E, I, D]. With MXFP4 experts both are
+    `PackedMatrices`, [E, 2I, D] and [E, D, I].
+
+    With `routed_expert_hidden_size` the experts work on latents of that width, the D of their matrices: `latent_down`
+    takes x to them, and `latent_up` takes the experts' weighted sum back, after an RMS norm if the model has one
+    (`latent_norm`). The router and the shared experts see x itself.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2; for the latents Kimi K3's checkpoint (`routed_expert_*`).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        latent = config.routed_expert_hidden_size
+        width = hidden if latent is None else latent
+        self.activation, self.norm_eps = activation_of(config), config.rms_norm_eps
         self.router = Router(config, rngs=rngs)
-        self.w_gate_up = fan_in(rngs, (experts, hidden, 2 * inner), dtype)
-        self.w_down = fan_in(rngs, (experts, inner, hidden), dtype)
+        if config.quantization is None:
+            self.w_gate_up = fan_in(rngs, (experts, width, 2 * inner), dtype)
+            self.w_down = fan_in(rngs, (experts, inner, width), dtype)
+        else:
+            self.w_gate_up = PackedMatrices(experts, 2 * inner, width, rngs=rngs)
+            self.w_down = PackedMatrices(experts, width, inner, rngs=rngs)
         if config.num_shared_experts:
-            self.shared = Mlp(hidden, inner * config.num_shared_experts, rngs=rngs, dtype=dtype)
+            size = inner * config.num_shared_experts
+            self.shared = Mlp(hidden, size, activation=self.activation, rngs=rngs, dtype=dtype)
         else:
             self.shared = None
+        if latent is None:
+            self.latent_down = self.latent_up = None
+        else:
+            self.latent_down = Linear(hidden, latent, rngs=rngs, dtype=dtype)
+            self.latent_up = Linear(latent, hidden, rngs=rngs, dtype=dtype)
+        self.latent_norm = nnx.Param(jnp.ones((width,), dtype)) if config.latent_moe_norm else None
 
     def route(self, x: Float[Array, "*rows D"]) -> Routing:
         """The experts and weights this layer would use for `x`."""
@@ -100,7 +122,18 @@ class SparseMoE(nnx.Module):
         experts, weights = self.router(rows)
         if live is not None:
             experts = jnp.where(live.reshape(-1, 1), experts, -1)
-        y = expert_mlp(rows, experts, weights, self.w_gate_up[...], self.w_down[...])
+        inputs = rows if self.latent_down is None else self.latent_down(rows)
+        matrices = _matrices(self.w_gate_up), _matrices(self.w_down)
+        y = self._from_latents(expert_mlp(inputs, experts, weights, *matrices, activation=self.activation))
         if self.shared is not None:
             y = y + self.shared(rows)
         return y.reshape(x.shape)
+
+    def _from_latents(self, y: Float[Array, "N Z"]) -> Float[Array, "N D"]:
+        if self.latent_norm is not None:
+            y = rms_norm(y, self.latent_norm[...], eps=self.norm_eps)
+        return y if self.latent_up is None else self.latent_up(y)
+
+
+def _matrices(held: nnx.Param | PackedMatrices) -> Array | Mxfp4:
+    return held() if isinstance(held, PackedMatrices) else held[...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -53,6 +53,23 @@ def read_config(directory: str | Path) -> ModelConfig:
         return ModelConfig.from_hf(fields)
     except (ValueError, TypeError) as error:
         raise WeightsError(f"{directory / CONFIG_FILE}: {error}") from None
+
+
+@runtime_checkable
+class Tensors(Protocol):
+    """Tensors by name, read one by one.
+
+    Attributes:
+        shapes: name -> shape.
+        dtypes: name -> safetensors' name of the dtype, as "BF16".
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields tensors in any order; each is read when it is asked for."""
+        ...
 
 
 class TensorFiles:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from kda_jax.config import ModelConfig
 from kda_jax.weights.table import (
     BFLOAT16_KIND,
@@ -24,20 +26,27 @@ from kda_jax.weights.table import (
     TOP,
     Row,
 )
+from pallas_kernels.mxfp4 import BLOCK
 
 PREFIX_OF_MULTIMODAL = "language_model."
 NOT_TEXT = ("vision_tower.", "mm_projector.")
-MXFP4_BLOCK = 32
 A_LOG_PADDING = 128
 
 
 class Target(NamedTuple):
-    """The part of one of our parameters that a tensor fills: `parameter[expert][..., start:stop]`."""
+    """The part of one of our parameters that a tensor fills: `parameter[expert][..., start:stop]`, or with `by_rows`
+    `parameter[expert][start:stop]`."""
 
     path: str
     expert: int | None
     start: int
     stop: int | None
+    by_rows: bool = False
+
+    def of(self, parameter: np.ndarray) -> np.ndarray:
+        """A view of that part."""
+        part = parameter if self.expert is None else parameter[self.expert]
+        return part[self.start : self.stop] if self.by_rows else part[..., self.start : self.stop]
 
 
 class Tensor(NamedTuple):
@@ -67,9 +76,9 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         **{"E": c.num_experts, "I": inner, "I2": 2 * inner, "Is": inner * c.num_shared_experts, "Z": latent},
         **{
             "I/2": inner // 2,
-            "I/32": inner // MXFP4_BLOCK,
+            "I/32": inner // BLOCK,
             "Z/2": latent // 2,
-            "Z/32": latent // MXFP4_BLOCK,
+            "Z/32": latent // BLOCK,
         },
     }
 
@@ -118,10 +127,10 @@ def _place(rows: tuple[Row, ...], axes: _Axes, layer: int | None = None) -> Iter
             continue
         shape = tuple(axes.size_of[axis] for axis in row.shape.split())
         targets = tuple(Target(path_scope + path, None, 0, None) for path in row.paths.split())
-        if row.transform in ("matrix", "conv") and targets:
+        if row.transform in ("matrix", "conv", "rows"):
             start = filled.get(row.paths, 0)
             stop = filled[row.paths] = start + shape[0]
-            targets = (targets[0]._replace(start=start, stop=stop),)
+            targets = (targets[0]._replace(start=start, stop=stop, by_rows=row.transform == "rows"),)
         yield Tensor(scope + row.name, shape, row.kind, row.transform, targets)
 
 
@@ -172,8 +181,6 @@ def tied_head(config: ModelConfig) -> Tensor | None:
 
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name -> (shape, kind) of every tensor of a released text checkpoint; nothing is allocated.
-
-    Works for configs that `Model` cannot build yet.
 
     Returns:
         Kinds are "bf16", "f32", "mxfp4" (packed experts: uint8, two values a byte) and "e8m0" (their scales).

@@ -45,7 +45,7 @@ def load_orbax(path: str | Path, dtype: DTypeLike | None = None) -> Model:
 
     Args:
         path: the checkpoint's folder.
-        dtype: of the parameters; None keeps the stored one. Some are float32 always, as in `load`.
+        dtype: of the parameters; None keeps each as it is stored. Some are float32 always, as in `load`.
 
     Raises:
         WeightsError: if the folder holds no model of ours, or not all of it.
@@ -55,10 +55,16 @@ def load_orbax(path: str | Path, dtype: DTypeLike | None = None) -> Model:
         config = ModelConfig.from_hf(fields)
     except (ValueError, TypeError) as error:
         raise WeightsError(f"{path}: {error}") from None
+    held = str(fields.get("dtype", "float32")) if dtype is None else dtype
+    wanted = shapes(config, held)
     if dtype is None:
-        dtype = str(fields.get("dtype", "float32"))
-    values = _restore(path, "params", shapes(config, dtype))
-    return assemble(config, dtype, lambda param, _: values.pop(param))
+        stored = _stored_shapes(path, "params")
+        wanted = {
+            param: jax.ShapeDtypeStruct(shape.shape, stored.get(param, shape).dtype)
+            for param, shape in wanted.items()
+        }
+    values = _restore(path, "params", wanted)
+    return assemble(config, held, lambda param, _: values.pop(param))
 
 
 def save_state_orbax(

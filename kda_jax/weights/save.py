@@ -15,7 +15,7 @@ from kda_jax.config import ModelConfig
 from kda_jax.model import Model
 from kda_jax.weights.atomic import new_folder
 from kda_jax.weights.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from kda_jax.weights.names import PREFIX_OF_MULTIMODAL, Target, Tensor, is_multimodal, tensors, tied_head
+from kda_jax.weights.names import PREFIX_OF_MULTIMODAL, Tensor, is_multimodal, tensors, tied_head
 from kda_jax.weights.skeleton import parameters
 from kda_jax.weights.transforms import TRANSFORMS
 
@@ -80,11 +80,6 @@ def _nbytes(tensor: Tensor, params: dict[str, jax.Array]) -> int:
 
 
 def _tensor(tensor: Tensor, config: ModelConfig, fetch: Callable[[str], np.ndarray]) -> np.ndarray:
-    def part(target: Target) -> np.ndarray:
-        values = fetch(target.path)
-        values = values if target.expert is None else values[target.expert]
-        return values[..., target.start : target.stop]
-
-    arrays = tuple(part(target) for target in tensor.targets)
+    arrays = tuple(target.of(fetch(target.path)) for target in tensor.targets)
     values = TRANSFORMS[tensor.transform].from_ours(arrays, tensor.shape, config)
     return np.ascontiguousarray(values)

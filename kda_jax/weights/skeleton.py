@@ -14,6 +14,16 @@ from kda_jax.config import ModelConfig
 from kda_jax.model import Model
 
 
+class _OneKey(nnx.Rngs):
+    """For models of shapes alone: the same key for every parameter.
+
+    Under a trace `nnx.Rngs` takes longer for a key the more it gave before: 93 layers would take a minute.
+    """
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
+
+
 def parameters(model: Model) -> dict[str, jax.Array]:
     """The parameters of a model by path, as `layers.0.attn.in_proj.kernel`."""
     return _by_path(model)
@@ -28,11 +38,8 @@ def assemble(
         config: the model's config.
         dtype: as `Model`'s.
         value_of: (path, shape and dtype) -> the parameter.
-
-    Raises:
-        NotImplementedError: if `Model` cannot build this config.
     """
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    graphdef, params = nnx.split(_outline(config, dtype))
     filled = [
         (key, param.replace(value_of(_dotted(key), param.get_value())))
         for key, param in nnx.to_flat_state(params)
@@ -42,7 +49,11 @@ def assemble(
 
 def shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and dtype of every parameter of a model that is not built."""
-    return _by_path(nnx.eval_shape(lambda: Model(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    return _by_path(_outline(config, dtype))
+
+
+def _outline(config: ModelConfig, dtype: DTypeLike) -> Model:
+    return nnx.eval_shape(lambda: Model(config, rngs=_OneKey(0), dtype=dtype))
 
 
 def _by_path(model: Model) -> dict[str, Any]:

@@ -4,8 +4,8 @@ A `Row` says: a tensor of this name and shape fills this parameter, or part of i
 Everything else follows from the rows (see `names.py`): what to load, what to save, what is missing, and how
 large a model is before it exists.
 
-Rows that name the same parameter lie side by side in its last axis, in the order of the table:
-`in_proj.kernel` of a KDA layer is `q | k | v | f_a | g_a | beta`.
+Rows that name the same parameter lie side by side in its outputs (the last axis; of packed experts, the last but one),
+in the order of the table: `in_proj.kernel` of a KDA layer is `q | k | v | f_a | g_a | beta`.
 
 Source: the headers of Kimi-Linear-48B-A3B's and Kimi K3's checkpoints; transformers 5.24
 `conversion_mapping.py` (kimi_linear) for the fused names.
@@ -29,8 +29,7 @@ class Row:
     Attributes:
         name: the tensor's name in a checkpoint, below `model.layers.{i}.`; `{e}` stands for the expert.
         shape: its axes, names of `names.sizes`.
-        paths: our parameters below `layers.{i}.`, in the order its transform yields them. Empty: no parameter
-            of today's model takes it.
+        paths: our parameters below `layers.{i}.`, in the order its transform yields them.
         transform: key of `transforms.TRANSFORMS`.
         when: key of `names.conditions`; the row stands only where it holds.
         kind: how released checkpoints store it.
@@ -47,10 +46,10 @@ class Row:
 LAYER = (
     Row("input_layernorm.weight", "D", "input_norm", "same"),
     Row("post_attention_layernorm.weight", "D", "post_norm", "same"),
-    Row("self_attention_res_norm.weight", "D", "", "same", "attn_res"),
-    Row("self_attention_res_proj.weight", "1 D", "", "matrix", "attn_res"),
-    Row("mlp_res_norm.weight", "D", "", "same", "attn_res"),
-    Row("mlp_res_proj.weight", "1 D", "", "matrix", "attn_res"),
+    Row("self_attention_res_norm.weight", "D", "attn_mix.norm", "same", "attn_res"),
+    Row("self_attention_res_proj.weight", "1 D", "attn_mix.proj", "matrix", "attn_res"),
+    Row("mlp_res_norm.weight", "D", "mlp_mix.norm", "same", "attn_res"),
+    Row("mlp_res_proj.weight", "1 D", "mlp_mix.proj", "matrix", "attn_res"),
 )
 KDA = (
     Row("self_attn.q_proj.weight", "HK D", "attn.in_proj.kernel"),
@@ -90,9 +89,9 @@ DENSE = (
 MOE = (
     Row(M + "gate.weight", "E D", "mlp.router.kernel"),
     Row(M + "gate.e_score_correction_bias", "E", "mlp.router.bias", kind=FLOAT32_KIND, transform="same"),
-    Row(M + "routed_expert_down_proj.weight", "Z D", "", "matrix", "latent_experts"),
-    Row(M + "routed_expert_norm.weight", "Z", "", "same", "latent_norm"),
-    Row(M + "routed_expert_up_proj.weight", "D Z", "", "matrix", "latent_experts"),
+    Row(M + "routed_expert_down_proj.weight", "Z D", "mlp.latent_down.kernel", "matrix", "latent_experts"),
+    Row(M + "routed_expert_norm.weight", "Z", "mlp.latent_norm", "same", "latent_norm"),
+    Row(M + "routed_expert_up_proj.weight", "D Z", "mlp.latent_up.kernel", "matrix", "latent_experts"),
     Row(M + "shared_experts.gate_proj.weight", "Is D", "mlp.shared.gate_up.kernel", "matrix", "shared"),
     Row(M + "shared_experts.up_proj.weight", "Is D", "mlp.shared.gate_up.kernel", "matrix", "shared"),
     Row(M + "shared_experts.down_proj.weight", "D Is", "mlp.shared.down.kernel", "matrix", "shared"),
@@ -101,12 +100,12 @@ EXPERT = (
     Row(M + "experts.{e}.w1.weight", "I Z", "mlp.w_gate_up", "matrix", "plain_experts"),
     Row(M + "experts.{e}.w3.weight", "I Z", "mlp.w_gate_up", "matrix", "plain_experts"),
     Row(M + "experts.{e}.w2.weight", "Z I", "mlp.w_down", "matrix", "plain_experts"),
-    Row(M + "experts.{e}.w1.weight_packed", "I Z/2", "", "same", "mxfp4", PACKED_KIND),
-    Row(M + "experts.{e}.w1.weight_scale", "I Z/32", "", "same", "mxfp4", SCALE_KIND),
-    Row(M + "experts.{e}.w3.weight_packed", "I Z/2", "", "same", "mxfp4", PACKED_KIND),
-    Row(M + "experts.{e}.w3.weight_scale", "I Z/32", "", "same", "mxfp4", SCALE_KIND),
-    Row(M + "experts.{e}.w2.weight_packed", "Z I/2", "", "same", "mxfp4", PACKED_KIND),
-    Row(M + "experts.{e}.w2.weight_scale", "Z I/32", "", "same", "mxfp4", SCALE_KIND),
+    Row(M + "experts.{e}.w1.weight_packed", "I Z/2", "mlp.w_gate_up.packed", "rows", "mxfp4", PACKED_KIND),
+    Row(M + "experts.{e}.w1.weight_scale", "I Z/32", "mlp.w_gate_up.scale", "rows", "mxfp4", SCALE_KIND),
+    Row(M + "experts.{e}.w3.weight_packed", "I Z/2", "mlp.w_gate_up.packed", "rows", "mxfp4", PACKED_KIND),
+    Row(M + "experts.{e}.w3.weight_scale", "I Z/32", "mlp.w_gate_up.scale", "rows", "mxfp4", SCALE_KIND),
+    Row(M + "experts.{e}.w2.weight_packed", "Z I/2", "mlp.w_down.packed", "rows", "mxfp4", PACKED_KIND),
+    Row(M + "experts.{e}.w2.weight_scale", "Z I/32", "mlp.w_down.scale", "rows", "mxfp4", SCALE_KIND),
 )
 # How transformers holds the same weights in memory, and writes them when told not to undo its own layout
 # (`save_pretrained(save_original_format=False)`): such a row replaces all rows above that fill its parameter.
@@ -118,7 +117,7 @@ MOE_FUSED = (
 TOP = (
     Row("model.embed_tokens.weight", "vocab D", "embed", "same"),
     Row("model.norm.weight", "D", "norm", "same"),
-    Row("model.output_attn_res_norm.weight", "D", "", "same", "attn_res"),
-    Row("model.output_attn_res_proj.weight", "1 D", "", "matrix", "attn_res"),
+    Row("model.output_attn_res_norm.weight", "D", "mix.norm", "same", "attn_res"),
+    Row("model.output_attn_res_proj.weight", "1 D", "mix.proj", "matrix", "attn_res"),
     Row("lm_head.weight", "vocab D", "lm_head.kernel", "matrix", "untied"),
 )

@@ -47,6 +47,8 @@ def _join_key_and_value_heads(arrays: Arrays, shape: tuple[int, ...], config: Mo
 
 TRANSFORMS: dict[str, Transform] = {
     "same": Transform(lambda x, config: (x,), lambda arrays, shape, config: arrays[0]),
+    # packed experts keep PyTorch's [out, in]
+    "rows": Transform(lambda x, config: (x,), lambda arrays, shape, config: arrays[0]),
     "matrix": Transform(lambda x, config: (x.T,), lambda arrays, shape, config: arrays[0].T),
     # [C, 1, W] <-> [W, C]
     "conv": Transform(lambda x, config: (x[:, 0].T,), lambda arrays, shape, config: arrays[0].T[:, None]),

@@ -6,21 +6,18 @@ import jax
 
 from pallas_kernels.backends import Backend, choose
 from pallas_kernels.expert_mlp import reference, xla
-from pallas_kernels.expert_mlp.reference import Activation
+from pallas_kernels.expert_mlp.activations import swiglu
+from pallas_kernels.expert_mlp.reference import Activation, Matrices
+from pallas_kernels.mxfp4 import Mxfp4, unpack_mxfp4
 from pallas_kernels.precision import accumulator
-
-
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up."""
-    return jax.nn.silu(gate) * up
 
 
 def expert_mlp(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
+    w_gate_up: Matrices,
+    w_down: Matrices,
     *,
     activation: Activation = swiglu,
     implementation: str | None = None,
@@ -34,8 +31,9 @@ def expert_mlp(
         x: [N, D] tokens.
         expert_ids: [N, S] int32, the experts of each token; an id outside 0..E-1 (for padding) adds nothing.
         expert_weights: [N, S] float32.
-        w_gate_up: [E, D, 2I], gate columns first.
-        w_down: [E, I, D].
+        w_gate_up: [E, D, 2I], gate columns first; or `Mxfp4` of [E, 2I, D], which is unpacked expert by expert as it is
+            used.
+        w_down: [E, I, D], or `Mxfp4` of [E, D, I].
         activation: static, (gate, up) -> hidden, each [rows, I] float32; differentiable.
         implementation: "reference" (every expert on every token), "xla" or None.
 
@@ -43,18 +41,18 @@ def expert_mlp(
         [N, D] in x's dtype; products are summed in float32 (or wider).
 
     Raises:
-        ValueError: shapes do not fit, or an unknown name.
+        ValueError: shapes do not fit, an unknown name, or a gradient asked for with packed matrices.
     """
-    if x.ndim != 2 or w_gate_up.ndim != 3 or w_down.ndim != 3:
+    gate_up, down = _in_first(w_gate_up), _in_first(w_down)
+    if x.ndim != 2 or len(gate_up) != 3 or len(down) != 3:
         raise ValueError(
-            f"expert_mlp: need x [N,D], w_gate_up [E,D,2I], w_down [E,I,D]; got {x.shape}, {w_gate_up.shape}, "
-            f"{w_down.shape}"
+            f"expert_mlp: need x [N,D], w_gate_up [E,D,2I], w_down [E,I,D]; got {x.shape}, {gate_up}, {down}"
         )
-    num_experts, inner, width = w_down.shape
-    if w_gate_up.shape != (num_experts, width, 2 * inner) or x.shape[1] != width:
+    num_experts, inner, width = down
+    if gate_up != (num_experts, width, 2 * inner) or x.shape[1] != width:
         raise ValueError(
-            f"expert_mlp: w_down [E,I,D] = {w_down.shape} wants w_gate_up {(num_experts, width, 2 * inner)} and "
-            f"x [N,{width}], got {w_gate_up.shape} and {x.shape}"
+            f"expert_mlp: w_down [E,I,D] = {down} wants w_gate_up {(num_experts, width, 2 * inner)} and "
+            f"x [N,{width}], got {gate_up} and {x.shape}"
         )
     if expert_ids.shape != expert_weights.shape or expert_ids.ndim != 2 or len(expert_ids) != len(x):
         raise ValueError(
@@ -66,7 +64,17 @@ def expert_mlp(
     return run(x, expert_ids, expert_weights, w_gate_up, w_down, activation).astype(x.dtype)
 
 
+def _in_first(matrices: Matrices) -> tuple[int, ...]:
+    """The shape of matrices as [E, in, out]; packed ones are [E, out, in]."""
+    if not isinstance(matrices, Mxfp4):
+        return matrices.shape
+    return (*matrices.shape[:-2], *matrices.shape[:-3:-1])
+
+
 def _reference(x, expert_ids, expert_weights, w_gate_up, w_down, activation):
     wide = accumulator(x.dtype)
+    w_gate_up, w_down = (
+        unpack_mxfp4(a, wide).swapaxes(-1, -2) if isinstance(a, Mxfp4) else a for a in (w_gate_up, w_down)
+    )
     x, expert_weights, w_gate_up, w_down = (a.astype(wide) for a in (x, expert_weights, w_gate_up, w_down))
     return reference.mix(x, expert_ids, expert_weights, w_gate_up, w_down, activation)

@@ -7,9 +7,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import contract
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
+Matrices = jax.Array | Mxfp4
+"""One matrix an expert: [E, in, out], or packed and [E, out, in]."""
 
 
 def mix(

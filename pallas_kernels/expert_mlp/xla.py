@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.buffers import zeros_after
-from pallas_kernels.expert_mlp.reference import Activation
+from pallas_kernels.expert_mlp.reference import Activation, Matrices
 from pallas_kernels.expert_mlp.routing import Routing, route
+from pallas_kernels.mxfp4 import Mxfp4, unpack_mxfp4
 from pallas_kernels.precision import accumulator, contract, rows_matmul
 
 TILE = 256
@@ -27,18 +28,23 @@ def mix(
     x: jax.Array,
     expert_ids: jax.Array,
     expert_weights: jax.Array,
-    w_gate_up: jax.Array,
-    w_down: jax.Array,
+    w_gate_up: Matrices,
+    w_down: Matrices,
     activation: Activation,
 ) -> jax.Array:
-    """See `expert_mlp.reference.mix`; x and the matrices in any float dtype, the result in float32 (or wider)."""
+    """See `expert_mlp.reference.mix`; x and the matrices in any float dtype, the matrices also packed. The result is in
+    float32 (or wider)."""
     arguments = x.astype(accumulator(x.dtype)), expert_ids, expert_weights, w_gate_up, w_down, activation
     if x.shape[0] == 1:
         return _one_token(*arguments)
     return _few_tokens(*arguments) if x.shape[0] <= FEW_TOKENS else _many_tokens(*arguments)
 
 
-def _expert(matrices: jax.Array, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _expert(matrices: Matrices, index: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """One expert's matrix, [in, out]."""
+    if isinstance(matrices, Mxfp4):
+        mine = (jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False) for leaf in matrices)
+        return unpack_mxfp4(Mxfp4(*mine), dtype).T
     return jax.lax.dynamic_index_in_dim(matrices, index, keepdims=False).astype(dtype)
 
 
@@ -133,6 +139,10 @@ def _weighted(rows: jax.Array, weights: jax.Array, routing: Routing) -> jax.Arra
 
 
 def _mix_fwd(x, expert_ids, expert_weights, w_gate_up, w_down, activation):
+    if isinstance(w_gate_up, Mxfp4) or isinstance(w_down, Mxfp4):
+        raise ValueError(
+            "expert_mlp: no gradient goes through packed matrices; give unpack_mxfp4's result to train"
+        )
     arguments = x, expert_ids, expert_weights, w_gate_up, w_down
     return mix(*arguments, activation), arguments
 
