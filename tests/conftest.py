@@ -41,6 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cache-steps", type=int, default=1500, help="steps of each random history of the cache"
     )
+    parser.addoption(
+        "--engine-events", type=int, default=6000, help="events of the simulation of the engine's scheduler"
+    )
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -64,6 +67,12 @@ def golden() -> Callable[[str], dict[str, np.ndarray]]:
 def cache_steps(request: pytest.FixtureRequest) -> int:
     """How many steps the cache's state machines take."""
     return int(request.config.getoption("--cache-steps") or 0)
+
+
+@pytest.fixture(scope="session")
+def engine_events(request: pytest.FixtureRequest) -> int:
+    """How many events the simulation of the engine's scheduler has."""
+    return int(request.config.getoption("--engine-events") or 0)
 
 
 @pytest.fixture(scope="session")

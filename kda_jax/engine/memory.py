@@ -37,9 +37,7 @@ class Memory:
         """
         while (lacking := count - self.pages.free) > 0:
             before = self._device_nbytes()
-            self.holder.update(
-                lambda store: store.evict(Tier.DEVICE, lacking * self.pages.page_nbytes, now)
-            )
+            self.holder.update(lambda store: store.evict(Tier.DEVICE, lacking * self.pages.page_nbytes, now))
             if self._device_nbytes() == before and not let_go():
                 return False
         return True
@@ -76,6 +74,10 @@ class Memory:
         )
         key = store.match(namespace, tokens).boundaries[-1].key
         return key if key in store.shelves[Tier.DEVICE].states else None
+
+    def lose(self, key: bytes, tier: Tier, page: bytes | None, now: float) -> None:
+        """Takes what could not be read out of a tier: a page by its name, or the state."""
+        self.holder.update(lambda store: store.lose(key, tier, now, page))
 
     def holds(self, namespace: bytes, tokens: Tokens) -> bool:
         """Whether the device tier has the checkpoint behind these tokens."""

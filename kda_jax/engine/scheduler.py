@@ -190,7 +190,7 @@ class Scheduler:
         for tier, page in broken:
             live.tiers &= ~tier.bit
             if key is not None:
-                self.memory.holder.update(lambda store: store.lose(key, tier, now, page))
+                self.memory.lose(key, tier, page, now)
         self._unpin(live)
         if broken and not live.outcome:
             self._back(live)
