@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cache-steps", type=int, default=1500, help="steps of each random history of the cache"
     )
     parser.addoption(
-        "--engine-events", type=int, default=6000, help="events of the simulation of the engine's scheduler"
+        "--engine-events", type=int, default=5000, help="events of the simulation of the engine's scheduler"
     )
 
 

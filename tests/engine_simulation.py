@@ -24,17 +24,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from engine_device import VOCAB, Device, HostBytes, cold, require, truth
 
 from cache.holder import Holder
+from cache.payload import Payload
 from cache.retention.protocol import Creation, Kind
 from cache.store import Store
 from cache.tier import Tier
-from kda_jax.engine.pages import Pages, Slots
+from kda_jax.engine.pages import Pages, PoolPages, Slots
 from kda_jax.engine.request import Outcome, Overloaded, Request, Stage
-from kda_jax.engine.scheduler import Scheduler, Sizes
+from kda_jax.engine.scheduler import Scheduler
+from kda_jax.engine.sizes import Sizes
 from kda_jax.engine.work import Load, Results, Work
 from oldest_first import OldestFirst
 
 NAMESPACES = (b"a" * 32, b"b" * 32)
 PAGE_NBYTES = 64
+
+
+def numbers(payload: Payload) -> tuple[int, ...]:
+    """The pages of the pool that a payload of the device tier lies in."""
+    assert isinstance(payload, PoolPages)
+    return payload.pages
 
 
 class Setup(NamedTuple):
@@ -196,7 +204,7 @@ class World:
         try:
             self.scheduler.submit(request)
         except Overloaded:
-            require(self.scheduler.queued > 0, "nobody is turned away from an empty queue")
+            require(self.scheduler.holdings.queued > 0, "nobody is turned away from an empty queue")
             self.outcomes[id] = Outcome.FAILED
             self.note("overload", id)
             return
@@ -297,7 +305,7 @@ class World:
         if key not in device.states or key in store.shelves[Tier.HOST].states:
             return
         pages = {
-            name: HostBytes(PAGE_NBYTES, tuple(self.device.pages[device.pages[name].pages[0]]))
+            name: HostBytes(PAGE_NBYTES, tuple(self.device.pages[numbers(device.pages[name])[0]]))
             for name in store.prompts.lacks(key, Tier.HOST)
         }
         state = HostBytes(self.setup.sizes.state_pages * PAGE_NBYTES, self.device.content(device.states[key]))
@@ -320,7 +328,7 @@ class World:
                 idle == (live.slot is None) and not (idle and live.table), "who waits has no slot and no page"
             )
         for payload in (*shelf.states.values(), *shelf.pages.values()):
-            for page in payload.pages:
+            for page in numbers(payload):
                 holders[page] += 1
         if scheduler.in_flight:
             for chunk in scheduler.in_flight.chunks:
@@ -330,7 +338,7 @@ class World:
         free = [page for page in range(1, self.setup.num_pages) if not holders[page]]
         require(self.pages.free == len(free) and holders == self.pages.holders, "pages are conserved")
         require(sorted(self.pages._free) == free, "free pages are those without a holder")
-        given = sorted([*slots, *scheduler.slots._free])
+        given = sorted([*slots, *scheduler.holdings.slots._free])
         require(given == list(range(1, self.setup.num_slots)), "slots are conserved")
         pins = Counter(live.pinned for live in scheduler.live.values() if live.pinned)
         require(dict(store.pinned) == pins, "pins are those of requests")
@@ -379,7 +387,7 @@ class World:
                 )
                 for number, name in enumerate(names):
                     page = shelf.pages[name]
-                    got = page.content if isinstance(page, HostBytes) else self.device.pages[page.pages[0]]
+                    got = page.content if isinstance(page, HostBytes) else self.device.pages[numbers(page)[0]]
                     expected = all_rows[number * rows : (number + 1) * rows]
                     require(
                         isinstance(got, list | tuple) and tuple(got) == expected, "a page is that of its name"
@@ -400,7 +408,7 @@ class World:
         require(not self.holder.store.pinned, "nothing stays pinned")
         self.holder.update(lambda store: store.evict(Tier.DEVICE, 10**9, self.now))
         require(self.pages.free == self.pages.capacity, "all pages come back")
-        require(self.scheduler.slots.free == self.setup.num_slots - 1, "all slots come back")
+        require(self.scheduler.holdings.slots.free == self.setup.num_slots - 1, "all slots come back")
 
 
 def minimised(seed: int) -> str:

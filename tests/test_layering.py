@@ -18,6 +18,9 @@ PACKAGES = {
 }
 # more for single files of kda_jax, and the order inside it: a file imports lower levels and itself only
 MORE = {"kda_jax.commands": {"cache", "transfer", "benchmarks"}, "kda_jax.engine": {"cache", "transfer"}}
+# the scheduler is a function of what it is told: its files import these of anybody else, and each other
+PURE = {"pages", "request", "work", "sizes", "memory", "holdings", "admission", "scheduler"}
+INNOCENT = {"__future__", "collections", "dataclasses", "enum", "typing", "weakref", "numpy", "cache"}
 LEVELS = {
     **{"config": 0, "state": 1, "layers": 2, "model": 3, "forward": 4, "weights": 4, "tokenizer": 4},
     **{"sampling": 4, "generate": 5, "engine": 6, "": 7, "commands": 8, "__main__": 9},
@@ -53,6 +56,10 @@ def violations(root: Path) -> list[str]:
                 continue
             for name in sorted(imports(ast.parse(path.read_text()), module, path.name == "__init__.py")):
                 top, *rest = name.split(".")
+                if package == "kda_jax" and unit == "engine" and parts[-1] in PURE:
+                    pure = {f"kda_jax.engine.{other}" for other in PURE}
+                    if top not in INNOCENT and not any(name.startswith(other) for other in pure):
+                        wrong.append(f"{module} is pure and imports {name}")
                 if f"-{top}" in allow or (top in OURS - {package} and top not in allow):
                     wrong.append(f"{module} imports {top}")
                 if package == top == "kda_jax":
@@ -81,6 +88,16 @@ def test_nothing_imports_upwards() -> None:
         ("kda_jax/weights/load.py", "from kda_jax import forward", "kda_jax.weights.load imports forward"),
         ("kda_jax/config.py", "from kda_jax import Model", "kda_jax.config imports kda_jax"),
         ("kda_jax/generate.py", "import cache", "kda_jax.generate imports cache"),
+        (
+            "kda_jax/engine/scheduler.py",
+            "def f():\n    from jax import numpy",
+            "kda_jax.engine.scheduler is pure and imports jax.numpy",
+        ),
+        (
+            "kda_jax/engine/pages.py",
+            "import time",
+            "kda_jax.engine.pages is pure and imports time",
+        ),
         ("kda_jax/helpers.py", "", "kda_jax.helpers: no level in LEVELS; give it one"),
     ],
     ids=lambda value: value if value.endswith(".py") else None,
