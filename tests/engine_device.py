@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from cache.tier import Tier
 from kda_jax.engine.scheduler import Scheduler
 from kda_jax.engine.work import Chunk, Load, Restore, Results, Row, Sampled, Snapshot, Work
 from rolling_model import ROW_NBYTES, digest
@@ -69,7 +70,11 @@ def truth(namespace: bytes, tokens: bytes) -> tuple[bytes, tuple[bytes, ...]]:
 class Device:
     """Pages and slots, and what work does to them."""
 
-    def __init__(self, scheduler: Scheduler, num_pages: int, num_slots: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, num_pages: int, num_slots: int, remote: Mapping[bytes, Any] | None = None
+    ) -> None:
+        """`remote` has what lies in a remote store, pages and states by name."""
+        self.remote = {} if remote is None else remote
         self.scheduler, self.rows = scheduler, scheduler.sizes.rows
         self.pages: list[Any] = [None] * num_pages
         self.slots: list[Any] = [b"left over"] * num_slots
@@ -153,18 +158,29 @@ class Device:
             self.check_page(id, tail)
             self.pages[tail] = [*rows, *[None] * (self.rows - len(rows))]
 
-    def load(self, load: Load, count: int, whole: bool) -> None:
-        """The first `count` pages of a load, and with `whole` its state."""
+    def load(self, load: Load, count: int, whole: bool) -> list[tuple[Tier, bytes | None]]:
+        """The first `count` pages of a load, and with `whole` its state. What could not be read."""
         live = self.scheduler.live.get(load.id)
         require(live is not None and live.attempt == load.attempt, "late writes find what they were promised")
+        lost: list[tuple[Tier, bytes | None]] = []
         for source in load.pages[:count]:
             self.check_page(load.id, source.page)
-            assert isinstance(source.kept, HostBytes)
-            self.pages[source.page] = list(source.kept.content)
-        if whole:
-            self.bring(load.id, load.slot, load.boundary, load.tail, self.content(load.kept))
+            content = self.content(source.kept, b"page" + source.name)
+            if content is None:
+                lost.append((source.tier, source.name))
+            else:
+                self.pages[source.page] = list(content)
+        state = self.content(load.kept, b"state" + load.key)
+        if state is None:
+            lost.append((load.tier, None))
+        elif whole and not lost:
+            self.bring(load.id, load.slot, load.boundary, load.tail, state)
+        return lost
 
-    def content(self, kept: Any) -> Any:
+    def content(self, kept: Any, name: bytes = b"") -> Any:
+        """What lies under a payload of the store, or in a remote store under a name; None if that is gone."""
+        if kept is None:
+            return self.remote.get(name)
         return kept.content if isinstance(kept, HostBytes) else self.pages[kept.pages[0]][2:]
 
     def chunk(self, chunk: Chunk, failing: bool, sampled: dict[int, Sampled]) -> None:

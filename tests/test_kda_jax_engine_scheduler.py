@@ -196,6 +196,21 @@ def test_a_priority_takes_the_slot_of_who_is_last_and_he_goes_on_where_he_was() 
     engine.check_rest()
 
 
+def test_who_is_preempted_is_before_those_who_came_after_him() -> None:
+    engine = Engine(num_pages=5, num_slots=5)
+    engine.scheduler.submit(request(1, prompt(13), 3, priority=1))
+    engine.finish(engine.begin())  # all four pages are his
+    engine.scheduler.submit(request(2, [1], 1, priority=1))
+    engine.scheduler.submit(request(3, [2], 1, priority=2))
+    work = engine.begin()
+    assert [chunk.id for chunk in work.chunks] == [3]
+    assert engine.scheduler.live[1].stage is engine.scheduler.live[2].stage is Stage.WAITING
+    engine.finish(work)
+    engine.run()
+    assert engine.tokens[1] == answer(prompt(13), 3) and len(engine.ended) == 3
+    engine.check_rest()
+
+
 def test_two_that_do_not_fit_together_both_end() -> None:
     tokens = [prompt(8, seed=1), prompt(8, seed=2)]
     engine = Engine(num_pages=7)  # 20 rows are 5 pages, and a state takes 2

@@ -16,7 +16,7 @@ MODULES = [
         f"kda_jax.engine.{name}"
         for name in ("pages", "request", "work", "sizes", "memory", "holdings", "admission", "scheduler")
     ),
-    *("engine_device", "engine_simulation"),
+    *("engine_device", "engine_setup", "engine_remote", "engine_instance", "engine_simulation"),
 ]
 SEEDS = 150
 """Within so many a mutant is found."""

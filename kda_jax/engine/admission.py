@@ -26,7 +26,10 @@ class Begun(NamedTuple):
 def admit(holdings: Holdings, creation: Creation, now: float) -> Begun:
     """Starts requests in their order, until one has to wait."""
     zeros, restores, loads = [], [], []
-    for live in holdings.ordered(Stage.WAITING):
+    while queue := holdings.ordered(Stage.WAITING, Stage.SAVING):  # anew each time: who is preempted is in it
+        live = next((each for each in queue if not each.outcome), queue[0])
+        if live.stage is Stage.SAVING:
+            break
         plan = _reserve(holdings, live, now) if _slot(holdings, live, now) else None
         if plan is None:
             break
