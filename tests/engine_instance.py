@@ -11,6 +11,7 @@ from engine_setup import PAGE_NBYTES
 
 from cache.holder import Holder
 from cache.payload import Payload
+from cache.retention.protocol import Kind
 from cache.store import Store
 from cache.tier import Tier
 from kda_jax.engine.pages import Pages, PoolPages, Slots
@@ -86,6 +87,8 @@ class Instance:
         self.world.happened["preempted"] += sum(
             not self.scheduler.live[each.id].outcome for each in work.snapshots
         )
+        made = [snapshot.kind for chunk in work.chunks for snapshot in chunk.snapshots]
+        self.world.happened["filled"] += made.count(Kind.MISSING)
         everything = self.world.fault("step")
         failing = frozenset(id for id in sorted(parts) if self.world.fault("row") or everything)
         early = self.device.execute(work, failing) if self.world.streams["time"].random() < 0.3 else None

@@ -182,7 +182,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", action="store_true", help="print the digest of one seed's trace")
     options = parser.parse_args()
+    if options.trace:
+        print(World(options.seed).run().trace.hexdigest())
+        return
     count, seed, began, happened = 0, options.seed, time.monotonic(), Counter()
     while count < options.events:
         try:

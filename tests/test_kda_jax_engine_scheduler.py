@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
-from engine_device import Device, HostBytes, cold
+from engine_device import Device, HostBytes, cold, truth
 
 from cache.holder import Holder
+from cache.keys import KeyChain
 from cache.retention.protocol import Creation, Kind
 from cache.store import Store
 from cache.tier import Tier
+from cache.view import Rows, Seen, View
 from kda_jax.engine.pages import Pages, Slots
 from kda_jax.engine.request import Outcome, Overloaded, Refused, Request, Stage
 from kda_jax.engine.scheduler import Scheduler
@@ -23,7 +26,7 @@ NAMESPACE = b"n" * 32
 ROWS, STATE_PAGES, PAGE_NBYTES = 4, 2, 64
 
 
-def request(id: int, tokens: list[int], most: int = 4, **more: int | float) -> Request:
+def request(id: int, tokens: list[int], most: int = 4, **more: Any) -> Request:
     return Request(id=id, namespace=NAMESPACE, tokens=np.array(tokens, np.int32), max_new_tokens=most, **more)  # type: ignore[arg-type]
 
 
@@ -150,6 +153,44 @@ def test_a_checkpoint_that_moved_to_the_host_is_loaded_while_others_compute() ->
     engine.scheduler.loaded(load.id, load.attempt, (), 0.0)
     engine.run()
     assert engine.tokens[2] == answer(longer) and engine.tokens[3] == answer(other)
+    engine.check_rest()
+
+
+def remote_objects(tokens: list[int], boundary: int) -> tuple[dict[bytes, object], View]:
+    """A prompt's latents as far as a boundary, and the state there, as a remote store has them; and what it says."""
+    state, rows = truth(NAMESPACE, np.array(tokens[:boundary], "<i4").tobytes())
+    chain, whole = KeyChain.start(NAMESPACE, ROWS).extend(tokens[:boundary]), boundary // ROWS * ROWS
+    objects = {b"page" + name: rows[n * ROWS : (n + 1) * ROWS] for n, name in enumerate(chain.added)}
+    view = View(0, (Rows(0, whole, Tier.REMOTE.bit),), (Seen(boundary, Tier.REMOTE.bit, chain.key),))
+    return {**objects, b"state" + chain.key: (state, rows[whole:])}, view
+
+
+def test_a_checkpoint_of_a_remote_store_is_resumed() -> None:
+    engine, tokens = Engine(), prompt(21)
+    objects, view = remote_objects(tokens, 18)
+    engine.device.remote = objects
+    engine.scheduler.submit(request(1, tokens, remote=view))
+    works = engine.run()
+    assert [(load.boundary, load.tier, len(load.pages)) for work in works for load in work.loads] == [
+        (18, Tier.REMOTE, 4)
+    ]
+    assert [chunk.start for work in works for chunk in work.chunks] == [18]
+    assert engine.tokens[1] == answer(tokens)
+    engine.check_rest()
+
+
+def test_a_boundary_whose_state_a_remote_store_lacks_is_filled_once() -> None:
+    engine, tokens = Engine(), prompt(21)
+    view = remote_objects(tokens, 12)[1]._replace(boundaries=())
+    engine.scheduler.submit(request(1, tokens, remote=view))
+    made = [snapshot for work in engine.run() for chunk in work.chunks for snapshot in chunk.snapshots]
+    assert (12, Kind.MISSING) in [(snapshot.boundary, snapshot.kind) for snapshot in made]
+    other = [*tokens[:12], 1, *prompt(5, seed=9)]
+    engine.scheduler.submit(request(2, other, remote=view))
+    works = engine.run()
+    assert [restore.boundary for work in works for restore in work.restores] == [12]
+    assert not [s for work in works for chunk in work.chunks for s in chunk.snapshots if s.boundary == 12]
+    assert engine.tokens == {1: answer(tokens), 2: answer(other)}
     engine.check_rest()
 
 

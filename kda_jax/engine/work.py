@@ -38,7 +38,7 @@ class Load(NamedTuple):
         boundary: tokens before it.
         key: its name.
         tier: that the state comes from.
-        kept: what the store has for the state; None for a remote store.
+        kept: what the store has for the state, `PoolPages` if that lies in the pool; None for a remote store.
         tail: page for the rows behind the last whole page; None if there are none.
         pages: whole pages to read.
     """
