@@ -193,7 +193,7 @@ def test_the_same_seed_has_the_same_trace_whatever_the_hashes() -> None:
     traces = [simulation.World(seed).run().trace.hexdigest() for seed in (1, 2, 1)]
     assert traces[0] == traces[2] != traces[1]
     again = subprocess.run(
-        [sys.executable, simulation.__file__, "--seed", "1", "--trace"],
+        [sys.executable, str(ROOT / "tests" / "engine_simulation.py"), "--seed", "1", "--trace"],
         env={**os.environ, "PYTHONHASHSEED": "12345"},
         capture_output=True,
         text=True,
