@@ -122,7 +122,7 @@ class Device:
     def check_page(self, id: int, page: int) -> None:
         live = self.scheduler.live.get(id)
         mine = live is not None and page in live.table
-        alone = self.scheduler.memory.pages.holders[page] == 1
+        alone = self.scheduler.pool.pages.holders[page] == 1
         require(page != 0 and mine and alone, "a page is written by its owner alone")
 
     def read_rows(self, table: Sequence[int], stop: int) -> list[Any]:
@@ -136,7 +136,7 @@ class Device:
         whole = snapshot.boundary // self.rows * self.rows
         tail = tuple(self.read_rows(snapshot.table, snapshot.boundary)[whole:])
         for part, page in enumerate(snapshot.pages):
-            holders = self.scheduler.memory.pages.holders[page]
+            holders = self.scheduler.pool.pages.holders[page]
             require(page != 0 and page in self.lent and holders == 1, "a snapshot goes to pages taken for it")
             self.pages[page] = (part, len(snapshot.pages), state, tail)
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = [
     *(
         f"kda_jax.engine.{name}"
-        for name in ("pages", "request", "work", "sizes", "memory", "holdings", "admission", "scheduler")
+        for name in ("pages", "request", "work", "sizes", "pool", "holdings", "admission", "scheduler")
     ),
     *("engine_device", "engine_setup", "engine_remote", "engine_instance", "engine_simulation"),
 ]
@@ -41,8 +41,8 @@ MUTANTS = {
     ),
     "a snapshot that failed is published": (
         "scheduler",
-        "        if failed:\n            self.memory",
-        "        if False:\n            self.memory",
+        "        if failed:\n            self.pool",
+        "        if False:\n            self.pool",
     ),
     "a state is published one token early": (
         "scheduler",
@@ -63,23 +63,23 @@ MUTANTS = {
         "if True or any(other.slot is not None",
     ),
     "an unfinished page is shared": (
-        "memory",
+        "pool",
         "table[held : len(tokens) // unit]",
         "table[held : -(-len(tokens) // unit)]",
     ),
     "shared pages are not counted": (
         "admission",
-        "    holdings.memory.pages.share(tuple(shared.values()))\n",
+        "    holdings.pool.pages.share(tuple(shared.values()))\n",
         "",
     ),
     "shared pages stay counted after a refusal": (
         "admission",
-        "        holdings.memory.pages.give_back(tuple(shared.values()))\n",
+        "        holdings.pool.pages.give_back(tuple(shared.values()))\n",
         "",
     ),
     "pages of a failed checkpoint are lost": (
         "scheduler",
-        "                self.memory.pages.give_back(snapshot.pages)\n",
+        "                self.pool.pages.give_back(snapshot.pages)\n",
         "                pass\n",
     ),
     "the slot of who ended is lost": (

@@ -58,7 +58,7 @@ def _slot(holdings: Holdings, live: Live, now: float) -> bool:
 
 def _reserve(holdings: Holdings, live: Live, now: float) -> ResumePlan | None:
     """A plan, its boundary pinned and its pages taken; None if the request must wait."""
-    store = holdings.memory.holder.store
+    store = holdings.pool.holder.store
     seen = store.match(live.request.namespace, live.tokens)
     limits = Limits(grid=holdings.sizes.grid, tiers=live.tiers)
     plan = store.plan(seen, len(live.tokens), limits, live.request.remote)
@@ -72,10 +72,10 @@ def _reserve(holdings: Holdings, live: Live, now: float) -> ResumePlan | None:
             return None
         # alone, and what it would resume from takes the room that it needs
         holdings.unpin(live)
-        plan = holdings.memory.holder.store.plan(View(), len(live.tokens), limits)
+        plan = holdings.pool.holder.store.plan(View(), len(live.tokens), limits)
         if not _take(holdings, live, plan, now):
             return None
-    holdings.memory.holder.update(lambda store: store.used(seen, plan.key, now))
+    holdings.pool.holder.update(lambda store: store.used(seen, plan.key, now))
     return plan
 
 
@@ -86,15 +86,15 @@ def _take(holdings: Holdings, live: Live, plan: ResumePlan, now: float) -> bool:
     for source in plan.rows:
         if source.tier is Tier.DEVICE:
             for number in range(source.start // rows, source.stop // rows):
-                shared[number] = holdings.memory.page(names[number])
+                shared[number] = holdings.pool.page(names[number])
     total = holdings.pages_for(len(live.tokens) + 1)
-    holdings.memory.pages.share(tuple(shared.values()))
+    holdings.pool.pages.share(tuple(shared.values()))
     count = total - len(shared)
     others = any(other.slot is not None for other in holdings.live.values())
     spare = holdings.sizes.state_pages if others else 0
-    fresh = holdings.memory.pages.take(count) if holdings.room(count + spare, live, now) else None
+    fresh = holdings.pool.pages.take(count) if holdings.room(count + spare, live, now) else None
     if fresh is None:
-        holdings.memory.pages.give_back(tuple(shared.values()))
+        holdings.pool.pages.give_back(tuple(shared.values()))
         return False
     new = iter(fresh)
     live.table = [shared[number] if number in shared else next(new) for number in range(total)]
@@ -103,13 +103,13 @@ def _take(holdings: Holdings, live: Live, plan: ResumePlan, now: float) -> bool:
 
 def _restore(holdings: Holdings, live: Live, plan: ResumePlan) -> Restore:
     assert live.slot is not None and plan.key is not None
-    pages = holdings.memory.state(plan.key)
+    pages = holdings.pool.state(plan.key)
     return Restore(live.request.id, live.slot, plan.boundary, pages, _tail(holdings, live, plan.boundary))
 
 
 def _load(holdings: Holdings, live: Live, plan: ResumePlan) -> Load:
     assert live.slot is not None and plan.state is not None
-    rows, shelves = holdings.sizes.rows, holdings.memory.holder.store.shelves
+    rows, shelves = holdings.sizes.rows, holdings.pool.holder.store.shelves
     chain = _chain(holdings, live, plan.boundary)
     pages = []
     for source in plan.rows:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from kda_jax.engine.memory import Memory
 from kda_jax.engine.pages import Slots
+from kda_jax.engine.pool import Pool
 from kda_jax.engine.request import Live, Stage
 from kda_jax.engine.sizes import Sizes
 
 
 class Holdings:
-    """The requests there are, in their order, and what they hold of the memory and of the slots."""
+    """The requests there are, in their order, and what they hold of the pool and of the slots."""
 
-    def __init__(self, memory: Memory, slots: Slots, sizes: Sizes) -> None:
-        self.memory, self.slots, self.sizes = memory, slots, sizes
+    def __init__(self, pool: Pool, slots: Slots, sizes: Sizes) -> None:
+        self.pool, self.slots, self.sizes = pool, slots, sizes
         self.live: dict[int, Live] = {}
 
     @property
@@ -44,7 +44,7 @@ class Holdings:
     def release(self, live: Live) -> None:
         """A request gives up all that it holds."""
         self.unpin(live)
-        self.memory.pages.give_back((*live.table, *live.saving))
+        self.pool.pages.give_back((*live.table, *live.saving))
         live.table, live.saving = [], ()
         if live.slot is not None:
             self.slots.give_back(live.slot)
@@ -61,12 +61,12 @@ class Holdings:
                 self.unpin(waiting[-1])
             return bool(waiting)
 
-        return self.memory.room(count, now, let_go)
+        return self.pool.room(count, now, let_go)
 
     def state_pages(self, now: float) -> tuple[int, ...] | None:
         """Pages for a state, where there is room: nobody has to wait for a checkpoint."""
         count = self.sizes.state_pages
-        return self.memory.pages.take(count) if self.memory.room(count, now) else None
+        return self.pool.pages.take(count) if self.pool.room(count, now) else None
 
     def pages_for(self, tokens: int) -> int:
         """Pages that so many rows take."""
@@ -74,9 +74,9 @@ class Holdings:
 
     def pin(self, live: Live, key: bytes | None) -> None:
         """Pins a boundary for a request, in place of the one before; one that only a remote store knows has no pin."""
-        key = key if key in self.memory.holder.store.prompts.places else None
+        key = key if key in self.pool.holder.store.prompts.places else None
         if key is not None:
-            self.memory.holder.update(lambda store: store.pin(key))
+            self.pool.holder.update(lambda store: store.pin(key))
         self.unpin(live)
         live.pinned = key
 
@@ -84,7 +84,7 @@ class Holdings:
         """Gives back the pin of a request, if it has one."""
         key, live.pinned = live.pinned, None
         if key is not None:
-            self.memory.holder.update(lambda store: store.unpin(key))
+            self.pool.holder.update(lambda store: store.unpin(key))
 
     def ordered(self, *stages: Stage) -> list[Live]:
         """Requests in these stages that have not ended, in order; with those that ended and are saved."""

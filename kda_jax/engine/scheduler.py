@@ -18,8 +18,8 @@ from cache.retention.protocol import Creation, Kind
 from cache.tier import Tier
 from kda_jax.engine.admission import admit
 from kda_jax.engine.holdings import Holdings
-from kda_jax.engine.memory import Memory
 from kda_jax.engine.pages import Pages, Slots
+from kda_jax.engine.pool import Pool
 from kda_jax.engine.request import Live, Outcome, Overloaded, Refused, Request, Stage
 from kda_jax.engine.sizes import Sizes
 from kda_jax.engine.work import Chunk, Ended, Report, Results, Row, Sampled, Snapshot, Work
@@ -45,8 +45,8 @@ class Scheduler:
                 f"a budget of {sizes.budget} tokens serves {slots.free} rows beside {sizes.grid} of a prefill, and "
                 f"pages of {holder.store.prompts.page} and {sizes.rows} rows must be the same"
             )
-        self.memory, self.sizes, self.creation = Memory(holder, pages), sizes, creation
-        self.holdings = Holdings(self.memory, slots, sizes)
+        self.pool, self.sizes, self.creation = Pool(holder, pages), sizes, creation
+        self.holdings = Holdings(self.pool, slots, sizes)
         self.live = self.holdings.live
         self.in_flight: Work | None = None
         self._arrivals = 0
@@ -65,7 +65,7 @@ class Scheduler:
         if request.id in self.live:
             raise ValueError(f"request {request.id} is there already; every request has an id of its own")
         most = len(request.tokens) + request.max_new_tokens
-        pages, there = self.holdings.pages_for(most), self.memory.pages.capacity
+        pages, there = self.holdings.pages_for(most), self.pool.pages.capacity
         if pages > there:
             raise Refused(
                 f"{len(request.tokens)} tokens and {request.max_new_tokens} new ones need {pages} pages, the pool has "
@@ -144,7 +144,7 @@ class Scheduler:
         for tier, page in broken:
             live.tiers &= ~tier.bit
             if key is not None:
-                self.memory.lose(key, tier, page, now)
+                self.pool.lose(key, tier, page, now)
         self.holdings.unpin(live)
         if broken and not live.outcome:
             self.holdings.back(live)
@@ -186,7 +186,7 @@ class Scheduler:
                 if not self.holdings.room(1, live, now):
                     return False
                 break
-        pages = self.memory.pages.take(1)
+        pages = self.pool.pages.take(1)
         assert pages is not None
         live.table += pages
         return True
@@ -235,7 +235,7 @@ class Scheduler:
         live = self.live[chunk.id]
         if chunk.id in results.failed:
             for snapshot in chunk.snapshots:
-                self.memory.pages.give_back(snapshot.pages)
+                self.pool.pages.give_back(snapshot.pages)
             self._end(live, Outcome.FAILED)
             return
         for snapshot in chunk.snapshots:
@@ -255,7 +255,7 @@ class Scheduler:
             return
         self._end(live, Outcome.FINISHED)
         wanted = Kind.GENERATION_END in self.creation.kinds
-        if wanted and not self.memory.holds(live.request.namespace, live.tokens[: live.computed]):
+        if wanted and not self.pool.holds(live.request.namespace, live.tokens[: live.computed]):
             pages = self.holdings.state_pages(now)
             if pages:
                 live.stage, live.saving = Stage.SAVING, pages
@@ -269,7 +269,7 @@ class Scheduler:
         live = self.live[snapshot.id]
         live.saving = ()
         if failed:
-            self.memory.pages.give_back(snapshot.pages)
+            self.pool.pages.give_back(snapshot.pages)
             key = None
         else:
             key = self._publish(live, snapshot, now)
@@ -280,7 +280,7 @@ class Scheduler:
 
     def _publish(self, live: Live, snapshot: Snapshot, now: float) -> bytes | None:
         tokens = live.tokens[: snapshot.boundary]
-        key = self.memory.publish(
+        key = self.pool.publish(
             live.request.namespace, tokens, snapshot.table, snapshot.pages, snapshot.kind, now
         )
         if key is not None:

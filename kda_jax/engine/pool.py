@@ -11,7 +11,7 @@ from cache.tokens import Tokens
 from kda_jax.engine.pages import Pages, PoolPages
 
 
-class Memory:
+class Pool:
     """Pages for requests and for checkpoints, out of one pool. The store's device tier holds `PoolPages` only."""
 
     def __init__(self, holder: Holder, pages: Pages) -> None:
