@@ -23,15 +23,15 @@ from random_model import random_model, small_config
 
 ROUNDING = 2e-5
 MEMORY = Memory((), (), ())  # of calls that are refused before they touch it
-PAGE, NEW = 64, 12
+PAGE, NEW = 16, 12
 CONFIG = small_config(model_max_length=512)
-# one page of 16 MB planes is 1/4096: a copy of a plane in any program would stand out
+# planes of 16 MB: a copy of a plane in any program would stand out
 LAYOUT = Layout(
     config=CONFIG,
     dtype=jnp.dtype(jnp.float32),
     window_dtype=jnp.dtype(jnp.float32),
     num_slots=9,
-    num_pages=4096,
+    num_pages=16384,
     page_rows=PAGE,
     max_tokens=512,
 )
@@ -216,6 +216,8 @@ def test_a_snapshot_resumes_to_the_bit(programs: Programs) -> None:
     ended = [pages.pop() for _ in range(LAYOUT.snapshot_pages(133))]
     memory = programs.snapshot(memory, live.row, ended)
     at_133 = slot_of(memory, 4), rows_of(memory, live.row)
+    for plane in memory.planes:
+        assert not np.asarray(plane[ended[-1], 133 % PAGE :]).any(), "dead rows of a snapshot are zero"
     memory = decode_all(programs, memory, [live], pages)
 
     cold = Request(128, 7, Sampler(), 0)
@@ -250,7 +252,9 @@ def test_a_snapshot_resumes_to_the_bit(programs: Programs) -> None:
 )
 def test_snapshots_keep_every_bit(pool: Any, window: Any) -> None:
     """States of random bits, NaNs with payloads among them: no program of arithmetic may touch them."""
-    layout = dataclasses.replace(LAYOUT, dtype=jnp.dtype(pool), window_dtype=jnp.dtype(window), num_pages=40)
+    layout = dataclasses.replace(
+        LAYOUT, dtype=jnp.dtype(pool), window_dtype=jnp.dtype(window), page_rows=4, num_pages=200
+    )
     memory, rng = nan_memory(layout), np.random.default_rng(0)
 
     def noise(leaf: Any) -> jax.Array:
@@ -266,9 +270,9 @@ def test_snapshots_keep_every_bit(pool: Any, window: Any) -> None:
     memory = memory._replace(
         recurrent=jax.tree.map(noise, memory.recurrent), conv=jax.tree.map(numbers, memory.conv)
     )
-    pages = np.random.default_rng(1).permutation(np.arange(1, 40))[: layout.state_pages + 1].astype(np.int32)
+    pages = np.random.default_rng(1).permutation(np.arange(1, 190))[: layout.state_pages + 1].astype(np.int32)
     states = [[pool[3:4] for pool in pools] for pools in (memory.recurrent, memory.conv)]
-    table, position = jnp.asarray([39, 38], jnp.int32), jnp.asarray([64], jnp.int32)
+    table, position = jnp.asarray([199, 198], jnp.int32), jnp.asarray([64], jnp.int32)
     pages[-1] = 0
     saved = jax.jit(save)(memory, *states, table, position, jnp.asarray(pages)[None])
     loaded = jax.jit(load)(saved, jnp.int32(5), jnp.asarray(pages), jnp.int32(0))
@@ -317,11 +321,8 @@ def test_memory_is_laid_out_within_its_bytes() -> None:
     assert size == layout.nbytes <= 10**6 < size + layout.page_nbytes
     assert layout.table_width == 7
     assert (layout.dtype, layout.window_dtype) == (jnp.float32, jnp.bfloat16)
-    assert (
-        layout.state_pages * layout.page_nbytes
-        >= layout.slot_nbytes
-        > (layout.state_pages - 1) * layout.page_nbytes
-    )
+    numbers = 2 * 8 * 8 + 3 * 3 * 2 * 8  # of the one KDA layer: states and windows
+    assert (layout.page_size, layout.state_pages) == (16 * 16, -(-numbers // 256))
     assert [layout.snapshot_pages(t) - layout.state_pages for t in (0, 1, 16, 17)] == [0, 1, 0, 1]
 
 
@@ -344,7 +345,7 @@ def test_refuses_a_memory_that_serves_nobody(changes: dict[str, Any], match: str
     ("call", "match"),
     [
         (lambda p: p.decode(MEMORY, [1, 1], [Row(1, [5], 3), Row(1, [6], 3)]), "each in a slot of its own"),
-        (lambda p: p.decode(MEMORY, [1], [Row(1, [5], 64)]), "room for 65 tokens, got slot 1 and 1 pages"),
+        (lambda p: p.decode(MEMORY, [1], [Row(1, [5], 16)]), "room for 17 tokens, got slot 1 and 1 pages"),
         (lambda p: p.decode(MEMORY, [1], [Row(0, [5], 3)]), "a slot in 1..8"),
         (lambda p: p.decode(MEMORY, [1], [Row(1, [0], 3)]), "pages from 1 on"),
         (lambda p: p.prefill(MEMORY, [1] * 65, Row(1, [5, 6], 0)), "a chunk has 1..64 tokens"),
@@ -352,7 +353,7 @@ def test_refuses_a_memory_that_serves_nobody(changes: dict[str, Any], match: str
             lambda p: p.prefill(MEMORY, [1] * 9, Row(1, [5], 7), [Cut(7, [6])]),
             r"cuts must lie in 8..16, got \[7\]",
         ),
-        (lambda p: p.snapshot(MEMORY, Row(1, [5], 7), [6]), "a snapshot at 7 has 2 pages"),
+        (lambda p: p.snapshot(MEMORY, Row(1, [5], 7), [6]), "a snapshot at 7 has 3 pages"),
         (lambda p: p.write_pages(MEMORY, [1] * 5, []), "5 pages come in pieces of 4, got 0 pieces"),
     ],
     ids=["slot twice", "no room", "slot 0", "page 0", "long chunk", "cut", "snapshot", "pieces"],
