@@ -1,5 +1,7 @@
 """The whole model: embedding, layers of attention and feed-forward, and the head."""
 
+from typing import TypeVar
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -17,12 +19,13 @@ from kda_jax.layers import (
     activation_of,
 )
 from kda_jax.layers.projection import fan_in
-from kda_jax.state import KDAState, MLAState, ModelState
+from kda_jax.state import KDAState, MLAState, ModelState, PagedMLAState, PooledState, SlottedKDAState
 from pallas_kernels import rms_norm
 from pallas_kernels.fixed_order import MIN_ROWS
 from pallas_kernels.precision import rows_matmul
 
-LayerState = KDAState | MLAState
+LayerState = KDAState | MLAState | SlottedKDAState | PagedMLAState
+State = TypeVar("State", ModelState, PooledState)
 
 
 class Block(nnx.Module):
@@ -99,17 +102,17 @@ class Model(nnx.Module):
     def __call__(
         self,
         tokens: Int[Array, "B T"],
-        state: ModelState | None = None,
+        state: State | None = None,
         lengths: Int[Array, "B"] | None = None,
         boundaries: Int[Array, "... NB"] | None = None,
         last_only: bool = False,
-    ) -> tuple[Float[Array, "B U V"], ModelState, *tuple[ModelState, ...]]:
+    ) -> tuple[Float[Array, "B U V"], State, *tuple[State, ...]]:
         """Reads tokens, going on from `state`. A pure function: nothing in the module changes.
 
         Args:
             tokens: token ids.
             state: what the rows have absorbed, with room for these tokens; None for nothing, as in training
-                (the state returned then has no room for more).
+                (a `ModelState` without room for more is returned then).
             lengths: tokens of each row that count; the rest is padding, which touches nothing and whose
                 logits mean nothing.
             boundaries: token counts of this call, 0..T, at which the state is returned too.
@@ -131,8 +134,10 @@ class Model(nnx.Module):
             ats += at
         y = _read(x, self.mix)
         logits = self._head_of_last(y, lengths) if last_only else self.head(y)
-        new = ModelState(tuple(news))
-        return (logits, new) if boundaries is None else (logits, new, ModelState(tuple(ats)))
+        # Without a state there is nothing to tell its kind from.
+        kind: type[State] = ModelState if state is None else type(state)  # pyright: ignore[reportAssignmentType]
+        new = kind(tuple(news))
+        return (logits, new) if boundaries is None else (logits, new, kind(tuple(ats)))
 
     def _head_of_last(
         self, x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -123,3 +124,79 @@ def keep_likely(logits: jax.Array, sampler: Sampler) -> jax.Array:
         least = logits.max(axis=-1, keepdims=True) + jnp.log(sampler.min_p)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return logits
+
+
+class RowSamplers(NamedTuple):
+    """How to choose in each row: arrays of one number a row, so that any mix of requests is one program.
+
+    `temperature` 0 takes the largest logit. `top_k` of the vocabulary's size or more, `top_p` inf and `min_p` 0 leave
+    nothing out.
+    """
+
+    temperature: jax.Array | np.ndarray  # float32 [B]
+    top_k: jax.Array | np.ndarray  # int32 [B]
+    top_p: jax.Array | np.ndarray  # float32 [B]
+    min_p: jax.Array | np.ndarray  # float32 [B]
+    seed: jax.Array | np.ndarray  # uint32 [B]
+
+
+def row_samplers(samplers: Sequence[Sampler], seeds: Sequence[int], rows: int | None = None) -> RowSamplers:
+    """One `Sampler` and one seed a row; the rows behind them, up to `rows`, are greedy.
+
+    Raises:
+        ValueError: samplers and seeds that do not pair up, more of them than `rows`, or a repetition penalty, which
+            needs to know the tokens before.
+    """
+    rows = len(samplers) if rows is None else rows
+    if len(samplers) != len(seeds) or len(samplers) > rows:
+        raise ValueError(
+            f"{len(samplers)} samplers and {len(seeds)} seeds for {rows} rows; give one of each a row"
+        )
+    if any(sampler.repetition_penalty is not None for sampler in samplers):
+        raise ValueError("repetition_penalty is not for rows of a batch: leave it at 1, or use `generate`")
+
+    def column(name: str, missing: float | int, dtype: type[np.generic]) -> np.ndarray:
+        values = [getattr(sampler, name) for sampler in samplers]
+        values = [missing if value is None else value for value in values]
+        return np.asarray([*values, *[missing] * (rows - len(values))], dtype)
+
+    return RowSamplers(
+        column("temperature", 0.0, np.float32),
+        column("top_k", np.iinfo(np.int32).max, np.int32),
+        column("top_p", np.inf, np.float32),
+        column("min_p", 0.0, np.float32),
+        np.asarray([*(seed & 0xFFFFFFFF for seed in seeds), *[0] * (rows - len(seeds))], np.uint32),
+    )
+
+
+def sample_rows(logits: jax.Array, rows: RowSamplers, position: jax.Array) -> jax.Array:
+    """Chooses one token a row, each row its own way.
+
+    A row's token depends on its logits, seed, place and limits alone: not on its row, nor on the rows beside it. It is
+    the one that `sample` draws for a text of one row with the key of that seed. Rows with a temperature are gone
+    through one after the other, so that the bits of their sums do not depend on how many there are.
+
+    Args:
+        logits: float32 [B, vocab].
+        rows: how to choose.
+        position: int32 [B], where in its sequence the token will stand.
+
+    Returns:
+        int32 [B].
+    """
+
+    def draw(row: tuple[jax.Array, RowSamplers, jax.Array]) -> jax.Array:
+        logits, one, at = row
+        sampler = Sampler(*one[:4])  # pyright: ignore[reportArgumentType]  # numbers of the program
+
+        def limited() -> jax.Array:
+            return sample(logits[None], sampler, jax.random.key(one.seed), at[None])[0]
+
+        return jax.lax.cond(one.temperature > 0, limited, lambda: jnp.argmax(logits).astype(jnp.int32))
+
+    rows = RowSamplers(*map(jnp.asarray, rows))
+    return jax.lax.cond(
+        (rows.temperature > 0).any(),
+        lambda: jax.lax.map(draw, (logits, rows, position)),
+        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+    )

@@ -33,6 +33,45 @@ class MLAState(NamedTuple):
     position: Int[Array, "B"]
 
 
+class SlottedKDAState(NamedTuple):
+    """State of one KDA layer for B of the sequences whose states lie side by side in slots.
+
+    Row b is that of slot `slots[b]`, no slot twice; a negative one marks a row of padding, which reads and writes
+    nothing. `recurrent` and `conv` are as in `KDAState`. For calls of one token only.
+    """
+
+    recurrent: Float[Array, "slots HV K V"]
+    conv: Float[Array, "slots W C"]
+    slots: Int[Array, "B"]
+    position: Int[Array, "B"]
+
+
+class PagedMLAState(NamedTuple):
+    """Latents of one MLA layer for B of the sequences that share a pool of pages of R rows.
+
+    Row t of sequence b is row t % R of page `table[b, t // R]`. Rows from the position on are dead and hold
+    anything. Page 0 is nobody's: what padding writes goes there.
+    """
+
+    latent: Float[Array, "pages R L"]
+    table: Int[Array, "B n"]
+    position: Int[Array, "B"]
+
+
+class PooledState(NamedTuple):
+    """The states of all layers, with latents in pages and, where one token is read, KDA's states in slots.
+
+    In a jitted function that gives up the pools' buffers, a call writes only the rows it adds.
+    """
+
+    layers: tuple[KDAState | SlottedKDAState | PagedMLAState, ...]
+
+    @property
+    def position(self) -> Int[Array, "B"]:
+        """int32: tokens each row has absorbed; the same in every layer."""
+        return self.layers[0].position
+
+
 class ModelState(NamedTuple):
     """The states of all layers. A checkpoint is one of these too: it may share its latents with other
     states."""

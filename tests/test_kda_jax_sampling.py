@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kda_jax.sampling import Sampler, keep_likely, make_sampler, sample
+from kda_jax.sampling import Sampler, keep_likely, make_sampler, row_samplers, sample, sample_rows
 
 LOGITS = jnp.log(jnp.asarray([[0.1, 0.4, 0.05, 0.3, 0.15]], jnp.float32))
 KEY = jax.random.key(0)
@@ -108,3 +108,54 @@ def test_refuses_numbers_out_of_range(wrong: dict[str, Any]) -> None:
     (name, value) = next(iter(wrong.items()))
     with pytest.raises(ValueError, match=f"{name}={value}"):
         make_sampler(**wrong)
+
+
+MIXED = [
+    Sampler(),
+    make_sampler(temperature=1.0),
+    make_sampler(temperature=0.7, top_k=3),
+    make_sampler(temperature=1.5, top_p=0.6),
+    make_sampler(temperature=1.0, min_p=0.4),
+    make_sampler(temperature=2.0, top_k=40, top_p=0.95, min_p=0.01),
+]
+SEEDS = [0, 1, 2**31 + 5, 2**40 + 3, -1, 7]
+
+
+def test_each_row_draws_what_its_text_alone_would() -> None:
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.standard_normal((6, 50)), jnp.float32)
+    draw = jax.jit(sample_rows)
+    for place in (0, 1, 300, 10**6):
+        at = jnp.full((6,), place, jnp.int32)
+        tokens = draw(logits, row_samplers(MIXED, SEEDS), at)
+        for row, (sampler, seed) in enumerate(zip(MIXED, SEEDS)):
+            alone = sample(logits[row : row + 1], sampler, jax.random.key(seed), at[:1])
+            assert tokens[row] == alone[0], f"row {row} at {place}"
+
+
+def test_a_rows_token_does_not_depend_on_its_row_or_neighbours() -> None:
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.standard_normal((6, 50)), jnp.float32)
+    place = jnp.asarray(rng.integers(0, 99, 6), jnp.int32)
+    tokens = np.asarray(sample_rows(logits, row_samplers(MIXED, SEEDS), place))
+    order = np.asarray([4, 1, 3, 5, 0])
+    samplers = row_samplers([MIXED[i] for i in order], [SEEDS[i] for i in order], 8)
+    padded = jnp.concatenate([logits[order], jnp.full((3, 50), jnp.nan)])
+    moved = sample_rows(padded, samplers, jnp.pad(place[order], (0, 3)))
+    np.testing.assert_array_equal(tokens[order], moved[:5])
+
+
+def test_rows_of_the_largest_logit_need_no_random_numbers() -> None:
+    logits = jnp.asarray([[0.0, 2.0, 2.0], [3.0, 1.0, 2.0]], jnp.float32)
+    assert sample_rows(
+        logits, row_samplers([Sampler()] * 2, [0, 9]), jnp.zeros((2,), jnp.int32)
+    ).tolist() == [1, 0]
+
+
+def test_refuses_rows_without_a_sampler_or_with_a_penalty() -> None:
+    with pytest.raises(ValueError, match="1 samplers and 2 seeds for 1 rows"):
+        row_samplers([Sampler()], [1, 2])
+    with pytest.raises(ValueError, match="2 samplers and 2 seeds for 1 rows"):
+        row_samplers([Sampler()] * 2, [1, 2], 1)
+    with pytest.raises(ValueError, match="repetition_penalty is not for rows"):
+        row_samplers([make_sampler(repetition_penalty=2.0)], [1])

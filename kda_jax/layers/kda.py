@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kda_jax.layers.projection import Linear, Projections, fan_in
-from kda_jax.state import KDAState
+from kda_jax.state import KDAState, SlottedKDAState
 from pallas_kernels import KDAParameters, kda_decode, kda_gate, kda_prefill, rms_norm_gated, short_conv
 
 
@@ -82,21 +82,25 @@ class KimiDeltaAttention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        state: KDAState | None = None,
+        state: KDAState | SlottedKDAState | None = None,
         *,
         lengths: Int[Array, "B"] | None = None,
         boundaries: Int[Array, "... NB"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], KDAState, *tuple[KDAState, ...]]:
+    ) -> tuple[Float[Array, "B T D"], KDAState | SlottedKDAState, *tuple[KDAState, ...]]:
         """Mixes tokens, going on from `state`.
 
         Args:
             x: the tokens' vectors.
-            state: what the rows have absorbed; None for nothing. It also anchors the chunk grid.
+            state: what the rows have absorbed; None for nothing. It also anchors the chunk grid. In slots for
+                one token a row, without `lengths` and `boundaries`.
             lengths: tokens of each row that count; the rest is padding, which touches nothing.
             boundaries: token counts of this call, 0..T, at which the state is returned too.
 
         Returns:
             y, the state behind each row's last token, and with `boundaries` the states there, [B, NB, ...].
+
+        Raises:
+            ValueError: a state in slots for anything but one token a row.
         """
         mixed, decay, gate, beta = self.in_proj(x)
         # The few columns of the gates are copied, or they would keep the whole projection alive.
@@ -104,6 +108,11 @@ class KimiDeltaAttention(nnx.Module):
         decay = self.f_b(decay).reshape(*x.shape[:2], self.num_v_heads, self.head_dim)
         if state is not None and x.shape[1] == 1 and lengths is None and boundaries is None:
             out, new, at = self._step(mixed, decay, beta, self._gate(gate), state)
+        elif isinstance(state, SlottedKDAState):
+            raise ValueError(
+                f"states in slots take one token a row, without lengths and boundaries; got {x.shape[1]} tokens: "
+                "take the rows out of their slots first"
+            )
         else:
             decay = kda_gate(decay, self.A_log[...], self.dt_bias[...], lower_bound=self.gate_lower_bound)
             beta = jax.nn.sigmoid(beta.astype(jnp.float32))
@@ -128,8 +137,8 @@ class KimiDeltaAttention(nnx.Module):
         return gate.reshape(*gate.shape[:2], self.num_v_heads, self.v_head_dim)
 
     def _step(
-        self, mixed: Array, decay: Array, beta: Array, gate: Array, state: KDAState
-    ) -> tuple[Array, KDAState, None]:
+        self, mixed: Array, decay: Array, beta: Array, gate: Array, state: KDAState | SlottedKDAState
+    ) -> tuple[Array, KDAState | SlottedKDAState, None]:
         out, recurrent, window = kda_decode(
             mixed[:, 0],
             decay[:, 0],
@@ -140,8 +149,10 @@ class KimiDeltaAttention(nnx.Module):
             state.conv,
             eps=self.norm_eps,
             lower_bound=self.gate_lower_bound,
+            slots=state.slots if isinstance(state, SlottedKDAState) else None,
         )
-        return out[:, None], KDAState(recurrent, window, state.position + 1), None
+        new = state._replace(recurrent=recurrent, conv=window, position=state.position + 1)
+        return out[:, None], new, None
 
     def _sequence(
         self,

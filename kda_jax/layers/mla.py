@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kda_jax.layers.projection import Linear, Projections, fan_in
-from kda_jax.state import MLAState
+from kda_jax.state import MLAState, PagedMLAState
 from pallas_kernels import mla_attention, rms_norm
 
 
@@ -77,17 +77,17 @@ class MultiHeadLatentAttention(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        state: MLAState | None = None,
+        state: MLAState | PagedMLAState | None = None,
         *,
         lengths: Int[Array, "B"] | None = None,
         boundaries: Int[Array, "... NB"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], MLAState, *tuple[MLAState, ...]]:
+    ) -> tuple[Float[Array, "B T D"], MLAState | PagedMLAState, *tuple[MLAState | PagedMLAState, ...]]:
         """Attends from each token to itself and everything before it.
 
         Args:
             x: the tokens' vectors.
-            state: what the rows have absorbed, with room for this call's tokens; None for nothing, and the
-                state returned then has no room beyond this call.
+            state: what the rows have absorbed, with room for this call's tokens, in one piece or in pages (the
+                bits are the same); None for nothing, and the state returned then has no room beyond this call.
             lengths: tokens of each row that count; the rest is padding, which touches nothing.
             boundaries: token counts of this call, 0..T, at which the state is returned too.
 
@@ -99,9 +99,13 @@ class MultiHeadLatentAttention(nnx.Module):
         q, latent, shared_key, *gate = self.in_proj(x)
         latent = rms_norm(latent, self.kv_norm[...], eps=self.latent_norm_eps)
         latent = jnp.concatenate((latent, shared_key), axis=-1)
+        table = None
         if state is None:
             start = None
             new = MLAState(latent, jnp.zeros((rows,), jnp.int32))
+        elif isinstance(state, PagedMLAState):
+            start, table = state.position, state.table
+            new = state._replace(latent=_write_pages(state, latent, lengths))
         else:
             start = state.position
             new = MLAState(_write(state.latent, latent, start, lengths), start)
@@ -111,6 +115,7 @@ class MultiHeadLatentAttention(nnx.Module):
             rank=self.rank,
             start=start,
             lengths=lengths,
+            page_table=table,
             scale=(self.nope_dim + self.rope_dim) ** -0.5,
         )
         out = jnp.einsum("bthr,hrv->bthv", out, self.w_uv[...]).reshape(rows, tokens, -1)
@@ -148,3 +153,17 @@ def _write(
     live = (source >= 0) & (source < (tokens if lengths is None else lengths[:, None]))
     moved = jnp.take_along_axis(new, jnp.clip(source, 0, tokens - 1)[..., None], axis=1)
     return jnp.where(live[..., None], moved, old)
+
+
+def _write_pages(
+    old: PagedMLAState, new: Float[Array, "B T L"], lengths: Int[Array, "B"] | None
+) -> Float[Array, "pages R L"]:
+    """Puts each row's new latents behind its old ones; padding, and what lies beyond the table, goes to page 0."""
+    size, (_, width) = old.latent.shape[1], old.table.shape
+    token = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
+    at = old.position[:, None] + token
+    kept = at < width * size
+    if lengths is not None:
+        kept &= token < lengths[:, None]
+    page = jnp.take_along_axis(old.table, jnp.minimum(at // size, width - 1), axis=1)
+    return old.latent.at[jnp.where(kept, page, 0), at % size].set(new.astype(old.latent.dtype))

@@ -1,0 +1,289 @@
+"""The engine's compiled programs: few, of fixed shapes, each writing the memory it is given in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kda_jax.engine import snapshot, steps
+from kda_jax.engine.memory import Layout, Memory, empty_memory
+from kda_jax.forward import SplitModel, bucket, config_of, dtype_of, split
+from kda_jax.model import Model
+from kda_jax.sampling import Sampler, row_samplers
+
+Progress = Callable[[str, int, int], None]
+"""Called before a program is compiled: its name, how many are done, and how many there are."""
+
+
+class Row(NamedTuple):
+    """One sequence in a step.
+
+    Attributes:
+        slot: where its KDA states lie, 1 and up.
+        pages: its pages of latents in order, with room for the tokens of the step.
+        position: tokens absorbed.
+        sampler, seed: how the next token is chosen.
+    """
+
+    slot: int
+    pages: Sequence[int]
+    position: int
+    sampler: Sampler = Sampler()
+    seed: int = 0
+
+
+class Cut(NamedTuple):
+    """A snapshot to save while a chunk is read: where, counted from the beginning of the sequence, and the pages."""
+
+    position: int
+    pages: Sequence[int]
+
+
+class Chosen(NamedTuple):
+    """What a step chose, on the device: tokens int32 [B], and the logits before any limit, float32 [B, vocab]. Rows
+    behind those that were asked for are padding."""
+
+    tokens: jax.Array
+    logits: jax.Array
+
+
+class Programs:
+    """Every call takes the memory and returns it; the one that was given is used up.
+
+    Args:
+        model: the model, or what `split` made of it.
+        layout: the memory's sizes.
+        most_tokens: of a chunk of prefill; chunks are padded to 64, 128, 256 ... up to it.
+        most_cuts: snapshots in one chunk.
+        moved_pages: pages that one call of `read_pages` or `write_pages` moves; more take several.
+
+    Raises:
+        ValueError: sizes that are not positive, a layout of another model, or a bfloat16 pool on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: Model | SplitModel,
+        layout: Layout,
+        *,
+        most_tokens: int = 512,
+        most_cuts: int = 4,
+        moved_pages: int = 8,
+    ) -> None:
+        if min(most_tokens, most_cuts, moved_pages) < 1:
+            raise ValueError(f"{most_tokens=}, {most_cuts=} and {moved_pages=} must be positive")
+        self.graphdef, self.params = model if isinstance(model, tuple) else split(model)
+        if config_of((self.graphdef, self.params)) != layout.config:
+            raise ValueError("the layout is of another model: make it from this model's config")
+        if dtype_of(self.params) != layout.window_dtype:
+            raise ValueError(f"the model is of {dtype_of(self.params)}, the layout of {layout.window_dtype}")
+        if jax.default_backend() == "cpu" and layout.dtype == jnp.bfloat16:
+            raise ValueError("a CPU does not keep the bits of a bfloat16 pool: give the layout dtype float32")
+        self.layout, self.most_cuts, self.moved_pages = layout, most_cuts, moved_pages
+        self.batches = _doubling(1, layout.num_slots - 1)
+        self.chunks = _doubling(64, bucket(most_tokens))
+        self._compiled: dict[tuple[str, int, int], jax.stages.Compiled] = {}
+
+    def empty(self) -> Memory:
+        """A memory of zeros."""
+        return empty_memory(self.layout)
+
+    def compile_all(self, progress: Progress | None = None) -> None:
+        """Compiles every program there is; what is left out is compiled when it is first called."""
+        names = [("decode", size, 0) for size in self.batches]
+        names += [("prefill", size, cuts) for size in self.chunks for cuts in (0, self.most_cuts)]
+        names += [(name, 0, 0) for name in ("snapshot", "restore", "zero", "read_pages", "write_pages")]
+        for done, name in enumerate(names):
+            if progress is not None:
+                progress(" ".join(str(part) for part in name if part), done, len(names))
+            self.compiled(*name)
+
+    def decode(self, memory: Memory, tokens: Sequence[int], rows: Sequence[Row]) -> tuple[Memory, Chosen]:
+        """Absorbs one token a row.
+
+        Raises:
+            ValueError: no rows or more than there are slots, a slot twice, or rows without a place for their token.
+        """
+        slots = [row.slot for row in rows]
+        if not rows or len(rows) >= self.layout.num_slots or len(set(slots)) < len(slots):
+            raise ValueError(
+                f"decode takes 1..{self.layout.num_slots - 1} rows, each in a slot of its own: {slots}"
+            )
+        size = next(size for size in self.batches if size >= len(rows))
+        table = np.zeros((size, self.layout.table_width), np.int32)
+        for i, row in enumerate(rows):
+            table[i] = self._table(row, 1)
+        memory, chosen, logits = self._run(
+            ("decode", size, 0),
+            memory,
+            _padded(tokens, size),
+            _padded(slots, size),
+            table,
+            _padded([row.position for row in rows], size),
+            row_samplers([row.sampler for row in rows], [row.seed for row in rows], size),
+        )
+        return memory, Chosen(chosen, logits)
+
+    def prefill(
+        self, memory: Memory, tokens: Sequence[int], row: Row, cuts: Sequence[Cut] = ()
+    ) -> tuple[Memory, Chosen]:
+        """Absorbs a chunk of one sequence and saves its state at `cuts`; the token chosen is the one behind the chunk.
+
+        Raises:
+            ValueError: no tokens or more than a chunk has, no room for them, or cuts outside the chunk or too many.
+        """
+        count = len(tokens)
+        if not 0 < count <= self.chunks[-1] or len(cuts) > self.most_cuts:
+            raise ValueError(
+                f"a chunk has 1..{self.chunks[-1]} tokens and at most {self.most_cuts} cuts, "
+                f"got {count} and {len(cuts)}"
+            )
+        relative = [cut.position - row.position for cut in cuts]
+        if relative and not 0 < min(relative) <= max(relative) <= count:
+            raise ValueError(
+                f"cuts must lie in {row.position + 1}..{row.position + count}, got {[cut.position for cut in cuts]}"
+            )
+        size, num_cuts = next(size for size in self.chunks if size >= count), self.most_cuts if cuts else 0
+        pages = np.zeros((num_cuts, self.layout.state_pages + 1), np.int32)
+        for i, cut in enumerate(cuts):
+            pages[i] = self._snapshot_pages(cut.pages, cut.position)
+        memory, chosen, logits = self._run(
+            ("prefill", size, num_cuts),
+            memory,
+            _padded(tokens, size),
+            np.int32(count),
+            np.int32(row.slot),
+            self._table(row, count),
+            np.int32(row.position),
+            np.asarray([*relative, *relative[-1:] * (num_cuts - len(cuts))], np.int32),
+            pages,
+            row_samplers([row.sampler], [row.seed]),
+        )
+        return memory, Chosen(chosen, logits)
+
+    def snapshot(self, memory: Memory, row: Row, pages: Sequence[int]) -> Memory:
+        """Saves a sequence's state in pages, `Layout.snapshot_pages(row.position)` of them.
+
+        Raises:
+            ValueError: another number of pages.
+        """
+        to, position = self._snapshot_pages(pages, row.position), np.int32(row.position)
+        return self._run(("snapshot", 0, 0), memory, np.int32(row.slot), self._table(row, 0), position, to)
+
+    def restore(self, memory: Memory, row: Row, pages: Sequence[int]) -> Memory:
+        """Writes a snapshot at `row.position` into the sequence's slot, and its rows of latents, if any, into the page
+        of `row.pages` that the position lies in. The whole pages before it are the caller's to name.
+
+        Raises:
+            ValueError: another number of pages than the snapshot has, or no page for its rows.
+        """
+        saved = self._snapshot_pages(pages, row.position)
+        last, inside = divmod(row.position, self.layout.page_rows)
+        table = self._table(row, 0)
+        page = np.int32(table[last] if inside else 0)
+        return self._run(("restore", 0, 0), memory, np.int32(row.slot), saved, page)
+
+    def zero(self, memory: Memory, slot: int) -> Memory:
+        """Makes a slot that of a sequence before its first token."""
+        return self._run(("zero", 0, 0), memory, np.int32(slot))
+
+    def read_pages(self, memory: Memory, pages: Sequence[int]) -> list[jax.Array]:
+        """Copies of pages, in pieces of `moved_pages`: [moved_pages, planes, R, L]; the memory stays good. The last
+        piece is filled up with page 0."""
+        starts = range(0, len(pages), self.moved_pages)
+        name, size = ("read_pages", 0, 0), self.moved_pages
+        return [self._run(name, memory, _padded(pages[at : at + size], size)) for at in starts]
+
+    def write_pages(
+        self, memory: Memory, pages: Sequence[int], data: Sequence[np.ndarray | jax.Array]
+    ) -> Memory:
+        """Writes what `read_pages` gave, in the same pieces, into pages."""
+        size = self.moved_pages
+        if len(data) != -(-len(pages) // size):
+            raise ValueError(f"{len(pages)} pages come in pieces of {size}, got {len(data)} pieces")
+        for i, piece in enumerate(data):
+            part = _padded(pages[i * size : (i + 1) * size], size)
+            memory = self._run(("write_pages", 0, 0), memory, part, piece)
+        return memory
+
+    def compiled(self, kind: str, size: int = 0, cuts: int = 0) -> jax.stages.Compiled:
+        """One program, compiled when it is first asked for; `size` is its rows or its tokens."""
+        name = kind, size, cuts
+        if name not in self._compiled:
+            run, shapes = self._parts(kind, size, cuts)
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+            given_up = () if kind == "read_pages" else ("memory",)
+            self._compiled[name] = jax.jit(run, donate_argnames=given_up).lower(*shapes).compile()
+        return self._compiled[name]
+
+    def _parts(self, kind: str, size: int, cuts: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A program's function and examples of its arguments."""
+        memory = jax.eval_shape(self.empty)
+        one, table = np.int32(0), np.zeros((self.layout.table_width,), np.int32)
+        pages = np.zeros((self.layout.state_pages + 1,), np.int32)
+        if kind == "decode":
+            rows, samplers = np.zeros((size,), np.int32), row_samplers([], [], size)
+            tables = np.zeros((size, *table.shape), np.int32)
+            step = functools.partial(steps.decode, self.graphdef)
+            return step, (self.params, memory, rows, rows, tables, rows, samplers)
+        if kind == "prefill":
+            step = functools.partial(steps.prefill, self.graphdef)
+            tokens, at = np.zeros((size,), np.int32), np.zeros((cuts,), np.int32)
+            many = np.zeros((cuts, *pages.shape), np.int32)
+            samplers = row_samplers([], [], 1)
+            return step, (self.params, memory, tokens, one, one, table, one, at, many, samplers)
+        moved = np.zeros((self.moved_pages,), np.int32)
+        data = jax.ShapeDtypeStruct((len(moved), *snapshot.page_shape(memory)), self.layout.dtype)
+        return {
+            "snapshot": (steps.snapshot, (memory, one, table, one, pages)),
+            "restore": (snapshot.load, (memory, one, pages, one)),
+            "zero": (steps.zero, (memory, one)),
+            "read_pages": (snapshot.get_pages, (memory, moved)),
+            "write_pages": (snapshot.put_pages, (memory, moved, data)),
+        }[kind]
+
+    def _run(self, name: tuple[str, int, int], *args: Any) -> Any:
+        with_model = (self.params,) if name[0] in ("decode", "prefill") else ()
+        return self.compiled(*name)(*with_model, *args)
+
+    def _table(self, row: Row, more: int) -> np.ndarray:
+        """The row's pages as int32 [n], after a look whether they have room for `more` tokens."""
+        room = len(row.pages) * self.layout.page_rows
+        if not 0 < row.slot < self.layout.num_slots or 0 in row.pages or room < row.position + more:
+            raise ValueError(
+                f"a sequence needs a slot in 1..{self.layout.num_slots - 1} and pages from 1 on with room for "
+                f"{row.position + more} tokens, got slot {row.slot} and {len(row.pages)} pages with room for {room}"
+            )
+        if len(row.pages) > self.layout.table_width:
+            raise ValueError(
+                f"a sequence has at most {self.layout.table_width} pages, got {len(row.pages)}: "
+                f"the memory was laid out for {self.layout.max_tokens} tokens"
+            )
+        return _padded(row.pages, self.layout.table_width)
+
+    def _snapshot_pages(self, pages: Sequence[int], position: int) -> np.ndarray:
+        """A snapshot's pages as int32 [k + 1]."""
+        if len(pages) != self.layout.snapshot_pages(position) or 0 in pages:
+            raise ValueError(
+                f"a snapshot at {position} has {self.layout.snapshot_pages(position)} pages, none of them page 0; "
+                f"got {list(pages)}"
+            )
+        return _padded(pages, self.layout.state_pages + 1)
+
+
+def _doubling(first: int, last: int) -> tuple[int, ...]:
+    """first, 2 first, 4 first ... and last."""
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(min(2 * sizes[-1], last))
+    return tuple(sizes)
+
+
+def _padded(numbers: Sequence[int], size: int) -> np.ndarray:
+    """int32 [size], zeros behind the numbers."""
+    return np.asarray([*numbers, *[0] * (size - len(numbers))], np.int32)

@@ -1,0 +1,155 @@
+"""What the device does in the engine's steps, as pure functions of the memory; `programs` compiles them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from kda_jax.engine.memory import Memory
+from kda_jax.engine.snapshot import put_slot, save
+from kda_jax.forward import Params
+from kda_jax.model import Model
+from kda_jax.sampling import RowSamplers, sample_rows
+from kda_jax.state import KDAState, PagedMLAState, PooledState, SlottedKDAState
+from pallas_kernels.buffers import zeros_after
+
+
+def decode(
+    graphdef: nnx.GraphDef[Model],
+    params: Params,
+    memory: Memory,
+    tokens: jax.Array,
+    slots: jax.Array,
+    table: jax.Array,
+    position: jax.Array,
+    samplers: RowSamplers,
+) -> tuple[Memory, jax.Array, jax.Array]:
+    """Absorbs one token a row and chooses the next.
+
+    Args:
+        graphdef, params: the model.
+        memory: what the rows have absorbed.
+        tokens, slots, position: int32 [B]. Rows of padding have slot 0 and position 0.
+        table: int32 [B, n], the rows' pages; 0 in rows of padding.
+        samplers: how to choose.
+
+    Returns:
+        the memory, the tokens int32 [B], and the logits they were chosen from, float32 [B, vocab].
+    """
+    places = jnp.where(slots == 0, -1, slots)
+
+    def kda(recurrent: jax.Array, conv: jax.Array) -> SlottedKDAState:
+        return SlottedKDAState(recurrent, conv, places, position)
+
+    model = nnx.merge(graphdef, params)
+    state = _state(model, memory, table, position, list(map(kda, memory.recurrent, memory.conv)))
+    logits, state = model(tokens[:, None], state)
+    memory, kda_states = _taken_apart(state)
+    memory = memory._replace(
+        recurrent=tuple(layer.recurrent for layer in kda_states),
+        conv=tuple(layer.conv for layer in kda_states),
+    )
+    return memory, sample_rows(logits[:, 0], samplers, position + 1), logits[:, 0]
+
+
+def prefill(
+    graphdef: nnx.GraphDef[Model],
+    params: Params,
+    memory: Memory,
+    tokens: jax.Array,
+    length: jax.Array,
+    slot: jax.Array,
+    table: jax.Array,
+    position: jax.Array,
+    boundaries: jax.Array,
+    pages: jax.Array,
+    samplers: RowSamplers,
+) -> tuple[Memory, jax.Array, jax.Array]:
+    """Absorbs a chunk of one sequence, saves its state at boundaries, and chooses the token behind the chunk.
+
+    Args:
+        graphdef, params: the model.
+        memory: what the sequence has absorbed.
+        tokens: int32 [T], of which `length` count.
+        length, slot, position: int32 [].
+        table: int32 [n], the sequence's pages, with room for the chunk.
+        boundaries: int32 [NB], token counts of the chunk, 1..length; NB may be 0.
+        pages: int32 [NB, k + 1], where each snapshot goes; rows of page 0 for padding.
+        samplers: how to choose, of one row.
+
+    Returns:
+        as `decode`, of one row: the memory, int32 [1], and float32 [1, vocab].
+    """
+    at = position[None]
+
+    def kda(recurrent: jax.Array, conv: jax.Array) -> KDAState:
+        return KDAState(_row(recurrent, slot), _row(conv, slot), at)
+
+    model = nnx.merge(graphdef, params)
+    state = _state(model, memory, table[None], at, list(map(kda, memory.recurrent, memory.conv)))
+    cuts = boundaries[None] if boundaries.size else None
+    logits, state, *cut = model(tokens[None], state, length[None], cuts, last_only=True)
+    pools, kda_states = _taken_apart(state)
+    memory = memory._replace(planes=pools.planes)
+    memory = put_slot(
+        memory, slot, [layer.recurrent for layer in kda_states], [layer.conv for layer in kda_states]
+    )
+    if cut:
+        # Written when all is read: the compiler copies a plane that might be read while it is written, and removes a
+        # barrier before it looks.
+        pages = pages + zeros_after(logits, pages.shape, jnp.int32)
+        _, ats = _taken_apart(cut[0])
+        memory = save(
+            memory,
+            [layer.recurrent[0] for layer in ats],
+            [layer.conv[0] for layer in ats],
+            table,
+            position + boundaries,
+            pages,
+        )
+    return memory, sample_rows(logits[:, 0], samplers, at + length), logits[:, 0]
+
+
+def snapshot(
+    memory: Memory, slot: jax.Array, table: jax.Array, position: jax.Array, pages: jax.Array
+) -> Memory:
+    """Saves the state of a slot: slot and position int32 [], table int32 [n], pages int32 [k + 1]."""
+    recurrent, conv = ([_row(pool, slot) for pool in pools] for pools in (memory.recurrent, memory.conv))
+    return save(memory, recurrent, conv, table, position[None], pages[None])
+
+
+def zero(memory: Memory, slot: jax.Array) -> Memory:
+    """Makes a slot, int32 [], that of a sequence before its first token."""
+    recurrent, conv = (
+        [jnp.zeros_like(pool[:1]) for pool in pools] for pools in (memory.recurrent, memory.conv)
+    )
+    return put_slot(memory, slot, recurrent, conv)
+
+
+def _row(pool: jax.Array, slot: jax.Array) -> jax.Array:
+    """A slot's entry, [1, ...]."""
+    return jax.lax.dynamic_slice_in_dim(pool, slot, 1, axis=0)
+
+
+def _state(
+    model: Model,
+    memory: Memory,
+    table: jax.Array,
+    position: jax.Array,
+    kda_states: list[KDAState] | list[SlottedKDAState],
+) -> PooledState:
+    """The model's state over the memory."""
+    kda, planes = iter(kda_states), iter(memory.planes)
+    return PooledState(
+        tuple(
+            next(kda) if kind == "kda" else PagedMLAState(next(planes), table, position)
+            for kind in model.config.layers
+        )
+    )
+
+
+def _taken_apart(state: PooledState) -> tuple[Memory, list[KDAState | SlottedKDAState]]:
+    """The planes, and the states of KDA layers."""
+    planes = tuple(layer.latent for layer in state.layers if isinstance(layer, PagedMLAState))
+    return Memory(planes, (), ()), [layer for layer in state.layers if not isinstance(layer, PagedMLAState)]
