@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from safetensors.flax import load_file
 
+from own_network import enter_own_network
+
 jaxtyping.install_import_hook(["pallas_kernels", "kda_jax"], "beartype.beartype")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +29,9 @@ BYTE_TOKENIZER = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With --quick-compile XLA makes slower programs in a third of the time, here and in the tests' own processes."""
+    """Servers of tests, Mooncake's clients above all, which listen on all interfaces, are reached by nobody else. With
+    --quick-compile XLA makes slower programs in a third of the time, here and in the tests' own processes."""
+    enter_own_network()
     if config.getoption("--quick-compile"):
         flags = ["--xla_backend_optimization_level=0"]
         if jax.__version_info__ < (0, 11):  # the flag's last version

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -252,13 +251,13 @@ def test_a_full_disk_is_an_outcome(small_disk: Path) -> None:
 
 def test_a_file_size_limit_is_an_outcome(tmp_path: Path) -> None:
     limited = python(
-        "import sys; from transfer import DiskObjects; from transfer_site import *\n"
+        "import resource, sys; from transfer import DiskObjects; from transfer_site import *\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "with DiskObjects(sys.argv[1], 10 * MIB) as s:\n"
         "    for n in (50_000, 150_000, 60_000):\n"
         "        print(s.put([item(f'k{n}', content('k', n))], 20)[0].value)\n"
         "    print([n for n in (50_000, 150_000, 60_000) if read(s, f'k{n}') == content('k', n)])",
         str(tmp_path),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
     )
     out, _ = limited.communicate(timeout=60)
     assert out.split("\n")[:4] == ["stored", "failed", "stored", "[50000, 60000]"]

@@ -14,7 +14,6 @@ from time import sleep
 import pytest
 import xxhash
 
-from own_network import own_network
 from transfer import About
 from transfer.manifest import BODY, HEADER, MAGIC, VERSION, Leaf, Manifest, Segment, encode, parts_of, signed
 from transfer.mooncake.local import LocalMooncake
@@ -38,14 +37,8 @@ from transfer_actor import (
 from transfer_stage import NAMESPACE, contents, digest, every_dtype
 
 
-@pytest.fixture(scope="module", autouse=True)
-def network() -> Iterator[None]:
-    with own_network():
-        yield
-
-
 @pytest.fixture(scope="module")
-def mooncake(network: None) -> Iterator[LocalMooncake]:
+def mooncake() -> Iterator[LocalMooncake]:
     with local(segment_mib=512) as mooncake:  # nothing is evicted
         yield mooncake
 

@@ -12,7 +12,6 @@ from hashlib import sha256
 import pytest
 
 from mooncake_fake import item, outcomes, random_bytes
-from own_network import own_network
 from transfer import About, Item, Put, Read, Unavailable, fetch, publish
 from transfer.dtypes import DTYPES
 from transfer.mooncake import MooncakeObjects, MooncakeSettings
@@ -26,13 +25,7 @@ MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def network() -> Iterator[None]:
-    with own_network():
-        yield
-
-
-@pytest.fixture(scope="module")
-def local(network: None) -> Iterator[LocalMooncake]:
+def local() -> Iterator[LocalMooncake]:
     try:
         load(MooncakeSettings())
     except Unavailable as error:

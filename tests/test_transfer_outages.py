@@ -17,7 +17,6 @@ from time import sleep
 
 import pytest
 
-from own_network import own_network
 from transfer_actor import (
     MIB,
     SHORT_S,
@@ -34,12 +33,6 @@ from transfer_actor import (
 from transfer_stage import raw_bytes
 
 AT_ONCE = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def network() -> Iterator[None]:
-    with own_network():
-        yield
 
 
 @cache
@@ -220,7 +213,7 @@ OUTAGES: dict[str, Callable[[], None]] = {
 
 
 @pytest.fixture(scope="module")
-def running(network: None, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
+def running(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
     """The outages that were selected, all under way."""
     wanted = {item.name.partition("[")[2].rstrip("]") for item in request.session.items}
     with ThreadPoolExecutor(AT_ONCE) as pool:

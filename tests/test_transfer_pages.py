@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from itertools import islice
 from random import Random
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from own_network import own_network
 from page_site import Child, Site, random_pool
 from transfer import Closed, Unavailable
 from transfer.pages import (
@@ -72,8 +70,6 @@ class Mooncake:
 
     def __init__(self) -> None:
         self._children: list[Child] = []
-        self._network = ExitStack()
-        self._network.enter_context(own_network())
 
     def site(self, name: str, environment: dict[str, str] | None = None, **options: Any) -> Any:
         options = {"seed": 1, "num_pages": PAGES, "page_nbytes": PAGE_NBYTES, "planes": PLANES} | options
@@ -96,7 +92,6 @@ class Mooncake:
     def close(self) -> None:
         for child in self._children:
             child.kill()
-        self._network.close()
 
 
 @pytest.fixture(params=[Loopback, Mooncake], ids=["loopback", "mooncake"], scope="module")
