@@ -107,6 +107,29 @@ def test_what_lost_a_part_resumes_at_the_boundary_before(objects: Objects, lost:
     assert shared(objects).resume(TOKENS).boundary == 0
 
 
+def test_who_passes_a_boundary_brings_its_marks_back(objects: Objects) -> None:
+    shared(objects).publish(TOKENS, states(70))
+    keys = [KeyChain.start(NAMESPACE, PAGE).extend(TOKENS[:at]).key.hex() for at in (0, 64)]
+    marks = [f"mark/4096/state/{keys[0]}", f"mark/64/state/{keys[1]}"]
+    assert objects.contains(marks, 5.0) == [True, True]
+    assert objects.remove(marks, 5.0) == [True, True]
+    assert shared(objects).resume(TOKENS[:80]).boundary == 0
+    shared(objects).publish(TOKENS, states(99), resumed=70)
+    assert shared(objects).resume(TOKENS[:80]).boundary == 70
+
+
+@pytest.mark.parametrize("lacking", ["nothing", "layers.0.conv"])
+def test_a_state_that_does_not_belong_there_is_not_resumed_from(objects: Objects, lacking: str) -> None:
+    shared(objects).publish(TOKENS, states(24, 40))
+    keys = [KeyChain.start(NAMESPACE, PAGE).extend(TOKENS[:at]).key.hex() for at in (24, 40)]
+    assert objects.remove([f"state/{keys[1]}"], 5.0) == [True]
+    storage = ObjectStorage(objects, NAMESPACE, 5.0)
+    wrong = storage.read(f"state/{keys[0]}")
+    wrong.pop(lacking, None)
+    storage.write(f"state/{keys[1]}", wrong)
+    assert shared(objects).resume(TOKENS).boundary == 24
+
+
 def test_namespaces_share_nothing(objects: Objects) -> None:
     shared(objects).publish(TOKENS, states(64))
     assert shared(objects, OTHER).resume(TOKENS).boundary == 0

@@ -96,7 +96,7 @@ class Shared:
         keys = _Keys(self._namespace, self._page, tokens)
         found = find(self._objects, keys.name, len(tokens) - 1, self._storage.timeout)
         for boundary in found.boundaries:
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # gone, or no state that belongs here
                 pages = [self._storage.read(page_name(name)) for name in keys.pages[: boundary // self._page]]
                 state = join(self._storage.read(keys.name(boundary)), pages)
                 if int(np.asarray(state.position)[0]) == boundary:
