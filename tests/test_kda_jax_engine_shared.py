@@ -108,14 +108,19 @@ def test_what_lost_a_part_resumes_at_the_boundary_before(objects: Objects, lost:
 
 
 def test_who_passes_a_boundary_brings_its_marks_back(objects: Objects) -> None:
-    shared(objects).publish(TOKENS, states(70))
-    keys = [KeyChain.start(NAMESPACE, PAGE).extend(TOKENS[:at]).key.hex() for at in (0, 64)]
-    marks = [f"mark/4096/state/{keys[0]}", f"mark/64/state/{keys[1]}"]
+    shared(objects).publish(TOKENS, states(30))
+    start = KeyChain.start(NAMESPACE, PAGE).key.hex()
+    marks = [f"mark/4096/state/{start}", f"mark/64/state/{start}"]
     assert objects.contains(marks, 5.0) == [True, True]
     assert objects.remove(marks, 5.0) == [True, True]
-    assert shared(objects).resume(TOKENS[:80]).boundary == 0
-    shared(objects).publish(TOKENS, states(99), resumed=70)
-    assert shared(objects).resume(TOKENS[:80]).boundary == 70
+    assert shared(objects).resume(TOKENS[:50]).boundary == 0
+    shared(objects).publish(TOKENS, states(99), resumed=30)
+    assert shared(objects).resume(TOKENS[:50]).boundary == 30
+
+
+def test_boundaries_of_one_prompt_write_a_page_once(objects: Objects) -> None:
+    shared(objects).publish(TOKENS, states(32, 48, 99))
+    assert ("put", "held") not in objects.counters().operations
 
 
 @pytest.mark.parametrize("lacking", ["nothing", "layers.0.conv"])
