@@ -58,6 +58,9 @@ def _slot(holdings: Holdings, live: Live, now: float) -> bool:
 
 def _reserve(holdings: Holdings, live: Live, now: float) -> ResumePlan | None:
     """A plan, its boundary pinned and its pages taken; None if the request must wait."""
+    holdings.unpin(
+        live
+    )  # first: what was held back until now may leave the store, and must not be planned with
     store = holdings.pool.holder.store
     seen = store.match(live.request.namespace, live.tokens)
     limits = Limits(grid=holdings.sizes.grid, tiers=live.tiers)
