@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +13,8 @@ from kda_jax.engine.snapshot import put_slot, save
 from kda_jax.forward import Params
 from kda_jax.model import Model
 from kda_jax.sampling import RowSamplers, sample_rows
-from kda_jax.state import KDAState, PagedMLAState, PooledState, SlottedKDAState
+from kda_jax.state import DraftedKDAState, KDAState, PagedMLAState, PooledState, SlottedKDAState
+from pallas_kernels import kda_accept
 from pallas_kernels.buffers import zeros_after
 
 
@@ -51,6 +54,58 @@ def decode(
         conv=tuple(layer.conv for layer in kda_states),
     )
     return memory, sample_rows(logits[:, 0], samplers, position + 1), logits[:, 0]
+
+
+def verify(
+    graphdef: nnx.GraphDef[Model],
+    params: Params,
+    memory: Memory,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    slots: jax.Array,
+    table: jax.Array,
+    position: jax.Array,
+    samplers: RowSamplers,
+) -> tuple[Memory, jax.Array, jax.Array, jax.Array]:
+    """Absorbs one token a row and as many drafts behind it as are what `decode` would choose, one after the other.
+
+    The model reads all tokens at once. A draft counts if it is the token chosen behind the one before it, and that
+    counts; the memory is left at the last that does. Latents behind it are dead.
+
+    Args:
+        graphdef, params: the model.
+        memory: what the rows have absorbed.
+        tokens: int32 [B, T], a row's token and its drafts.
+        lengths: int32 [B], tokens and drafts that there are, 1..T; 0 in rows of padding.
+        slots, table, position, samplers: as in `decode`.
+
+    Returns:
+        the memory, the tokens chosen behind each, int32 [B, T], how many drafts count, int32 [B], and the logits,
+        float32 [B, T, vocab].
+    """
+    places = jnp.where(slots == 0, -1, slots)
+
+    def kda(recurrent: jax.Array, conv: jax.Array) -> SlottedKDAState:
+        return SlottedKDAState(recurrent, conv, places, position)
+
+    model = nnx.merge(graphdef, params)
+    state = _state(model, memory, table, position, list(map(kda, memory.recurrent, memory.conv)))
+    logits, state = model(tokens, state, lengths)
+    rows, count = tokens.shape
+    behind = position[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)
+    each = RowSamplers(*(jnp.repeat(jnp.asarray(x), count) for x in samplers))
+    chosen = sample_rows(logits.reshape(rows * count, -1), each, behind.reshape(-1)).reshape(rows, count)
+    there = jnp.arange(1, count, dtype=jnp.int32) < lengths[:, None]
+    right = jnp.where(there & (tokens[:, 1:] == chosen[:, :-1]), 1, 0)
+    accepted = jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
+    planes, drafted = _taken_apart(state)
+    absorbed = jnp.where(slots == 0, 0, accepted + 1)
+    moved = [
+        kda_accept(*before, layer.recurrent, layer.conv, absorbed, slots=places)
+        for *before, layer in zip(memory.recurrent, memory.conv, drafted, strict=True)
+    ]
+    recurrent, conv = zip(*moved) if moved else ((), ())
+    return planes._replace(recurrent=recurrent, conv=conv), chosen, accepted, logits
 
 
 def prefill(
@@ -137,7 +192,7 @@ def _state(
     memory: Memory,
     table: jax.Array,
     position: jax.Array,
-    kda_states: list[KDAState] | list[SlottedKDAState],
+    kda_states: Sequence[KDAState | SlottedKDAState],
 ) -> PooledState:
     """The model's state over the memory."""
     kda, planes = iter(kda_states), iter(memory.planes)
@@ -149,7 +204,9 @@ def _state(
     )
 
 
-def _taken_apart(state: PooledState) -> tuple[Memory, list[KDAState | SlottedKDAState]]:
+def _taken_apart(
+    state: PooledState,
+) -> tuple[Memory, list[KDAState | SlottedKDAState | DraftedKDAState]]:
     """The planes, and the states of KDA layers."""
     planes = tuple(layer.latent for layer in state.layers if isinstance(layer, PagedMLAState))
     return Memory(planes, (), ()), [layer for layer in state.layers if not isinstance(layer, PagedMLAState)]
