@@ -47,7 +47,6 @@ class Setup(NamedTuple):
         longest, most_new = choose([6, 12, 30]), choose([1, 4, 12])
         least = -(-(longest + most_new) // rows)  # pages of the largest request, and not one more
         kinds = frozenset(kind for kind in Kind if chance() < 0.8)
-        drafts = choose([0, 0, 1, 3, 8])
         rates = {kind: choose([0.0, rate, rate, 5 * rate]) for kind, rate in RATES.items()}
         return cls(
             sizes=Sizes(
@@ -57,7 +56,7 @@ class Setup(NamedTuple):
                 grid=grid,
                 snapshots=choose([1, 2, 4]),
                 queued=choose([40, 10**6]),
-                drafts=drafts,
+                drafts=random.Random(f"guesses {seed}").choice([0, 0, 1, 3, 8]),
             ),
             num_pages=1 + least + choose([0, 0, 1, 3, 10, 60]),
             num_slots=slots,

@@ -151,7 +151,14 @@ def test_only_new_rows_and_page_0_are_written(parts: SplitModel, count: int, row
             assert np.isfinite(np.asarray(new.latent)[may][16:]).all(), "the new rows are there"
 
 
-def test_states_in_slots_take_one_token_a_row(parts: SplitModel) -> None:
+@pytest.mark.parametrize(("count", "lengths"), [(1, [1, 1, 1]), (2, None)], ids=["lengths", "boundaries"])
+def test_states_in_slots_take_tokens_or_drafts(
+    parts: SplitModel, count: int, lengths: list[int] | None
+) -> None:
     state = slotted(pooled(prefill(parts, [[1, 2]] * ROWS, capacity=320)[1], 64), [1, 2, 3], 4)
-    with pytest.raises(ValueError, match="one token a row, without lengths and boundaries; got 2 tokens"):
-        read(*parts, jnp.ones((ROWS, 2), jnp.int32), state, None)
+    tokens, model = jnp.ones((ROWS, count), jnp.int32), nnx.merge(*parts)
+    with pytest.raises(ValueError, match=f"one token a row without lengths, or drafts.* got {count} tokens"):
+        if lengths is None:
+            model(tokens, state, None, jnp.ones((ROWS, 1), jnp.int32))
+        else:
+            model(tokens, state, jnp.asarray(lengths, jnp.int32))
