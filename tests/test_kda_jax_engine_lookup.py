@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_a_token_costs_the_same_in_a_long_text() -> None:
         text = rng.integers(0, vocab, behind + 200).astype(np.int32)
         lookup = Lookup(text[:behind])
 
-        def trace(frame: object, event: str, argument: object) -> object:
+        def trace(frame: object, event: str, argument: object) -> Any:
             nonlocal count
             count += event == "line"
             return trace
@@ -102,6 +103,6 @@ def test_a_token_costs_the_same_in_a_long_text() -> None:
 
 
 @pytest.mark.parametrize("wrong", [dict(longest=1), dict(places=0)], ids=str)
-def test_bad_sizes_are_refused(wrong: dict[str, int]) -> None:
+def test_bad_sizes_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="a run has two tokens and is looked for in one place"):
         Lookup(tokens([1]), **wrong)

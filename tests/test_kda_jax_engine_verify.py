@@ -277,7 +277,6 @@ def test_the_memory_is_at_the_last_draft_that_counts(programs: Programs) -> None
         assert text.made[:count] == other.made[:count]
 
 
-@pytest.mark.optimised
 def test_a_row_has_the_bits_that_it_has_beside_others(programs: Programs) -> None:
     """In another order, other slots and pages, beside other drafts, and with fewer or other drafts behind."""
     memory, first = prepared(programs, [2, 4, 1])

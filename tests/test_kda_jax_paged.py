@@ -156,9 +156,7 @@ def test_states_in_slots_take_tokens_or_drafts(
     parts: SplitModel, count: int, lengths: list[int] | None
 ) -> None:
     state = slotted(pooled(prefill(parts, [[1, 2]] * ROWS, capacity=320)[1], 64), [1, 2, 3], 4)
-    tokens, model = jnp.ones((ROWS, count), jnp.int32), nnx.merge(*parts)
+    tokens, cuts = jnp.ones((ROWS, count), jnp.int32), None if lengths else jnp.ones((ROWS, 1), jnp.int32)
+    counts = None if lengths is None else jnp.asarray(lengths, jnp.int32)
     with pytest.raises(ValueError, match=f"one token a row without lengths, or drafts.* got {count} tokens"):
-        if lengths is None:
-            model(tokens, state, None, jnp.ones((ROWS, 1), jnp.int32))
-        else:
-            model(tokens, state, jnp.asarray(lengths, jnp.int32))
+        jax.eval_shape(nnx.merge(*parts), tokens, state, counts, cuts)

@@ -40,13 +40,8 @@ def decode(
     Returns:
         the memory, the tokens int32 [B], and the logits they were chosen from, float32 [B, vocab].
     """
-    places = jnp.where(slots == 0, -1, slots)
-
-    def kda(recurrent: jax.Array, conv: jax.Array) -> SlottedKDAState:
-        return SlottedKDAState(recurrent, conv, places, position)
-
     model = nnx.merge(graphdef, params)
-    state = _state(model, memory, table, position, list(map(kda, memory.recurrent, memory.conv)))
+    state = _in_slots(model, memory, slots, table, position)
     logits, state = model(tokens[:, None], state)
     memory, kda_states = _taken_apart(state)
     memory = memory._replace(
@@ -83,29 +78,17 @@ def verify(
         the memory, the tokens chosen behind each, int32 [B, T], how many drafts count, int32 [B], and the logits,
         float32 [B, T, vocab].
     """
-    places = jnp.where(slots == 0, -1, slots)
-
-    def kda(recurrent: jax.Array, conv: jax.Array) -> SlottedKDAState:
-        return SlottedKDAState(recurrent, conv, places, position)
-
     model = nnx.merge(graphdef, params)
-    state = _state(model, memory, table, position, list(map(kda, memory.recurrent, memory.conv)))
+    state = _in_slots(model, memory, slots, table, position)
     logits, state = model(tokens, state, lengths)
     rows, count = tokens.shape
     behind = position[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)
     each = RowSamplers(*(jnp.repeat(jnp.asarray(x), count) for x in samplers))
     chosen = sample_rows(logits.reshape(rows * count, -1), each, behind.reshape(-1)).reshape(rows, count)
     there = jnp.arange(1, count, dtype=jnp.int32) < lengths[:, None]
-    right = jnp.where(there & (tokens[:, 1:] == chosen[:, :-1]), 1, 0)
-    accepted = jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
-    planes, drafted = _taken_apart(state)
-    absorbed = jnp.where(slots == 0, 0, accepted + 1)
-    moved = [
-        kda_accept(*before, layer.recurrent, layer.conv, absorbed, slots=places)
-        for *before, layer in zip(memory.recurrent, memory.conv, drafted, strict=True)
-    ]
-    recurrent, conv = zip(*moved) if moved else ((), ())
-    return planes._replace(recurrent=recurrent, conv=conv), chosen, accepted, logits
+    right = there & (tokens[:, 1:] == chosen[:, :-1])
+    accepted = jnp.cumprod(right.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    return _accept(memory, state, accepted + 1, slots), chosen, accepted, logits
 
 
 def prefill(
@@ -202,6 +185,35 @@ def _state(
             for kind in model.config.layers
         )
     )
+
+
+def _in_slots(
+    model: Model, memory: Memory, slots: jax.Array, table: jax.Array, position: jax.Array
+) -> PooledState:
+    """The model's state of rows in slots, slot 0 for padding."""
+    kda = [
+        SlottedKDAState(recurrent, conv, _places(slots), position)
+        for recurrent, conv in zip(memory.recurrent, memory.conv)
+    ]
+    return _state(model, memory, table, position, kda)
+
+
+def _places(slots: jax.Array) -> jax.Array:
+    """The slots as kernels have them: a negative one for padding."""
+    return jnp.where(slots == 0, -1, slots)
+
+
+def _accept(memory: Memory, state: PooledState, counts: jax.Array, slots: jax.Array) -> Memory:
+    """The memory behind the first `counts` tokens, int32 [B], of those that `state` has read as drafts."""
+    pools, layers = _taken_apart(state)
+    recurrent, conv = [], []
+    for layer, states, windows in zip(layers, memory.recurrent, memory.conv, strict=True):
+        states, windows = kda_accept(
+            states, windows, layer.recurrent, layer.conv, counts, slots=_places(slots)
+        )
+        recurrent.append(states)
+        conv.append(windows)
+    return pools._replace(recurrent=tuple(recurrent), conv=tuple(conv))
 
 
 def _taken_apart(
