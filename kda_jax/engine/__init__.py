@@ -1,9 +1,10 @@
 """What joins a model with the prefix cache, and with processes elsewhere."""
 
+from kda_jax.engine.calls import Chosen, Cut, Row, Verified
 from kda_jax.engine.checkpoint import Checkpoint, cut, join
 from kda_jax.engine.memory import Layout, Memory
 from kda_jax.engine.object_storage import ObjectStorage, Stored
-from kda_jax.engine.programs import Chosen, Cut, Programs, Row
+from kda_jax.engine.programs import Programs
 from kda_jax.engine.shared import Resumed, Shared
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Row",
     "Shared",
     "Stored",
+    "Verified",
     "cut",
     "join",
 ]
