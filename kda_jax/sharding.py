@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kda_jax.config import ModelConfig
@@ -78,6 +80,7 @@ STATE: dict[str, tuple[str | None, ...]] = {
 }
 """Where the last axes of a state's leaf are cut, by its name. Latents are whole everywhere: all heads read them."""
 
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 M = TypeVar("M", bound=nnx.Module)
 S = TypeVar("S")
 
@@ -99,7 +102,7 @@ def partition_state(state: S) -> S:
     return jax.tree.map_with_path(lambda path, leaf: _state_spec(path, leaf.ndim), state)
 
 
-def shard(model: M, mesh: Mesh | AbstractMesh) -> M:
+def shard(model: M, mesh: AnyMesh) -> M:
     """The same model with its parameters over the devices of a mesh, and its work where they are.
 
     Tensor parallel over heads: a device has the heads, and the columns of dense matrices, of its place on the axis
@@ -117,11 +120,16 @@ def shard(model: M, mesh: Mesh | AbstractMesh) -> M:
     config: ModelConfig = model.config  # pyright: ignore[reportAttributeAccessIssue]
     _check(config, mesh)
     graphdef, params = nnx.split(model)
-    return nnx.merge(graphdef, _placed(params, partition(model), mesh))
+    sharded = nnx.merge(graphdef, _placed(params, partition(model), mesh))
+    for _, module in nnx.iter_modules(sharded):
+        if hasattr(module, "mesh"):
+            module.mesh = mesh
+    return sharded
 
 
-def shard_state(state: S, mesh: Mesh | AbstractMesh) -> S:
-    """The same state with every leaf where a model on the mesh keeps it; shapes come back with a sharding.
+def shard_state(state: S, mesh: AnyMesh) -> S:
+    """The same state with every leaf where a model on the mesh keeps it, also inside jit; shapes come back with a
+    sharding.
 
     Raises:
         ValueError: if the mesh lacks an axis, or heads do not divide.
@@ -129,7 +137,30 @@ def shard_state(state: S, mesh: Mesh | AbstractMesh) -> S:
     return _placed(state, partition_state(state), automatic(mesh))
 
 
-def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def lay(x: jax.Array, mesh: AnyMesh | None, *axes: str | None) -> jax.Array:
+    """x with its axes cut over those of the mesh, the last ones not named whole; x itself without a mesh."""
+    return x if mesh is None else _put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def over(
+    mesh: AnyMesh | None, op: Callable[..., Any], ins: tuple[PartitionSpec, ...], outs: Any
+) -> Callable[..., Any]:
+    """The operator on each device's part of its arguments; itself without a mesh.
+
+    XLA takes apart what is written in its own operations, if loops and merged axes do not hide the heads from it, and
+    no kernel at all. So operators with either are given the parts.
+
+    Args:
+        op: of positional arguments, which may be None.
+        ins: how each argument is cut.
+        outs: how the results are cut; what is whole has to be made equal on all devices.
+    """
+    if mesh is None:
+        return op
+    return jax.shard_map(op, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+def automatic(mesh: AnyMesh) -> AnyMesh:
     """The mesh with axes whose layouts XLA works out (`jax.make_mesh` may make others).
 
     Raises:
@@ -143,7 +174,7 @@ def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def _check(config: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
+def _check(config: ModelConfig, mesh: AnyMesh) -> None:
     """Raises ValueError for heads and experts that do not divide."""
     tensor, devices = mesh.shape[TENSOR], mesh.shape[TENSOR] * mesh.shape[EXPERT]
     for name in ("kda_num_heads", "num_heads"):
@@ -158,7 +189,7 @@ def _check(config: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
         )
 
 
-def _placed(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
+def _placed(tree: Any, specs: Any, mesh: AnyMesh) -> Any:
     def place(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec) -> Any:
         for axis, names in enumerate(spec):
             ways = math.prod(
@@ -171,9 +202,15 @@ def _placed(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
         sharding = NamedSharding(mesh, spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return jax.device_put(leaf, sharding)
+        return _put(leaf, sharding)
 
     return jax.tree.map_with_path(place, tree, specs)
+
+
+def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, Tracer):
+        return jax.lax.with_sharding_constraint(x, sharding)
+    return jax.device_put(x, sharding)
 
 
 def _spec(path: str) -> PartitionSpec:
