@@ -54,7 +54,7 @@ def main() -> None:
         runs = {mesh: Prefill(other) for mesh, other in sharded.items()}
         seen[name] = {called(mesh): whole.compared(run) for mesh, run in runs.items()}
     # the last model is K3's
-    sharded[4, 2] = shard(model, mesh_of(4, 2))
+    sharded |= {mesh: shard(model, mesh_of(*mesh)) for mesh in RESTORED if mesh not in sharded}
     seen["checkpoint"] = checkpoint(sharded, runs[2, 4].at)
     seen["stepped"] = stepped(model, whole.at, sharded[8, 1], runs[8, 1].at)
     seen["crossing"] = [crossing(int8) for int8 in (False, True)]
