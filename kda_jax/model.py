@@ -19,6 +19,7 @@ from kda_jax.layers import (
     activation_of,
 )
 from kda_jax.layers.projection import fan_in
+from kda_jax.sharding import AnyMesh, lay, shard_state
 from kda_jax.state import (
     DraftedKDAState,
     KDAState,
@@ -95,6 +96,7 @@ class Model(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.config = config
+        self.mesh: AnyMesh | None = None
         width = config.hidden_size if config.tie_embeddings else 1
         self.embed = fan_in(rngs, (config.vocab_size, config.hidden_size), dtype, width)
         self.layers = nnx.List(
@@ -130,7 +132,9 @@ class Model(nnx.Module):
             float32 logits, [B, T, vocab] or [B, 1, vocab]; the state behind each row's last token; and with
             `boundaries` the states there, recurrent and window [B, NB, ...] and position [B, NB].
         """
-        x = Residuals(self.embed[...][tokens])
+        if self.mesh is not None and state is not None:
+            state = shard_state(state, self.mesh)
+        x = Residuals(lay(self.embed[...][tokens], self.mesh))
         # All layers stand at the same position: read one, so that the copies cost nothing.
         olds = [None] * len(self.layers)
         if state is not None:
@@ -144,8 +148,10 @@ class Model(nnx.Module):
         logits = self._head_of_last(y, lengths) if last_only else self.head(y)
         # Without a state there is nothing to tell its kind from.
         kind: type[State] = ModelState if state is None else type(state)  # pyright: ignore[reportAssignmentType]
-        new = kind(tuple(news))
-        return (logits, new) if boundaries is None else (logits, new, kind(tuple(ats)))
+        new, at = kind(tuple(news)), kind(tuple(ats))
+        if self.mesh is not None:
+            new, at = shard_state((new, at), self.mesh)
+        return (logits, new) if boundaries is None else (logits, new, at)
 
     def _head_of_last(
         self, x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None

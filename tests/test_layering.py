@@ -25,8 +25,8 @@ PURE = {
 }
 INNOCENT = {"__future__", "collections", "dataclasses", "enum", "typing", "weakref", "numpy", "cache"}
 LEVELS = {
-    **{"config": 0, "state": 1, "layers": 2, "model": 3, "forward": 4, "weights": 4, "tokenizer": 4},
-    **{"sampling": 4, "generate": 5, "engine": 6, "": 7, "commands": 8, "__main__": 9},
+    **{"config": 0, "state": 1, "sharding": 2, "layers": 3, "model": 4, "forward": 5, "weights": 5},
+    **{"tokenizer": 5, "sampling": 5, "generate": 6, "engine": 7, "": 8, "commands": 9, "__main__": 10},
 }
 
 

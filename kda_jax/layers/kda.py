@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kda_jax.layers.projection import Linear, Projections, fan_in
+from kda_jax.sharding import TENSOR, AnyMesh, lay, over
 from kda_jax.state import DraftedKDAState, KDAState, SlottedKDAState
 from pallas_kernels import (
     KDAParameters,
@@ -65,6 +67,7 @@ class KimiDeltaAttention(nnx.Module):
         self.num_heads, self.head_dim = num_heads, head_dim
         self.num_v_heads, self.v_head_dim = value_heads, values
         self.conv_size, self.gate_lower_bound, self.norm_eps = conv_size, gate_lower_bound, norm_eps
+        self.mesh: AnyMesh | None = None
 
         keys, outputs = num_heads * head_dim, value_heads * values
         gate_width = outputs if full_rank_gate else head_dim
@@ -114,7 +117,7 @@ class KimiDeltaAttention(nnx.Module):
         mixed, decay, gate, beta = self.in_proj(x)
         # The few columns of the gates are copied, or they would keep the whole projection alive.
         decay, gate, beta = jax.lax.optimization_barrier((decay, gate, beta))
-        decay = self.f_b(decay).reshape(*x.shape[:2], self.num_v_heads, self.head_dim)
+        decay = self.f_b(lay(decay, self.mesh)).reshape(*x.shape[:2], self.num_v_heads, self.head_dim)
         if state is not None and x.shape[1] == 1 and lengths is None and boundaries is None:
             out, new, at = self._step(mixed, decay, beta, self._gate(gate), state)
         elif isinstance(state, SlottedKDAState):
@@ -144,7 +147,7 @@ class KimiDeltaAttention(nnx.Module):
 
     def _gate(self, gate: Float[Array, "B T G"]) -> Float[Array, "B T HV V"]:
         """The output gate before its sigmoid."""
-        gate = gate if self.g_b is None else self.g_b(gate)
+        gate = gate if self.g_b is None else self.g_b(lay(gate, self.mesh))
         return gate.reshape(*gate.shape[:2], self.num_v_heads, self.v_head_dim)
 
     def _step(
@@ -206,16 +209,8 @@ class KimiDeltaAttention(nnx.Module):
         ]
         heads, *joined = zip(*parts, strict=True)
         window, *windows = (jnp.concatenate(x, axis=-1) for x in joined)
-        out, recurrent, *recurrents = kda_prefill(
-            *self._heads(*heads),
-            decay,
-            beta,
-            recurrent,
-            qk_l2norm=True,
-            start=start,
-            lengths=lengths,
-            boundaries=boundaries,
-            gate_lower_bound=self.gate_lower_bound,
+        out, recurrent, *recurrents = self._prefill(
+            *self._heads(*heads), decay, beta, recurrent, start, lengths, boundaries
         )
         start = jnp.zeros((rows,), jnp.int32) if start is None else start
         new = KDAState(recurrent, window, start + (tokens if lengths is None else lengths))
@@ -223,6 +218,21 @@ class KimiDeltaAttention(nnx.Module):
             return out, new, None
         counts = jnp.broadcast_to(boundaries, (rows, boundaries.shape[-1]))
         return out, new, KDAState(recurrents[0], windows[0], start[:, None] + counts)
+
+    def _prefill(self, *arguments: Array | None) -> tuple[Array, ...]:
+        """`kda_prefill` of q, k, v, decay, beta, the state, its position, lengths and boundaries."""
+
+        def prefill(q, k, v, decay, beta, state, start, lengths, boundaries):
+            bound, at = self.gate_lower_bound, dict(start=start, lengths=lengths, boundaries=boundaries)
+            return kda_prefill(q, k, v, decay, beta, state, qk_l2norm=True, gate_lower_bound=bound, **at)
+
+        tokens, states, whole = (
+            PartitionSpec(None, None, TENSOR),
+            PartitionSpec(None, TENSOR),
+            PartitionSpec(),
+        )
+        outs = (tokens, states) if arguments[-1] is None else (tokens, states, tokens)
+        return over(self.mesh, prefill, (*(tokens,) * 5, states, *(whole,) * 3), outs)(*arguments)
 
 
 def _gate_parameters(heads: int, channels: int, bounded: bool, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:

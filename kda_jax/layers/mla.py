@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kda_jax.layers.projection import Linear, Projections, fan_in
+from kda_jax.sharding import TENSOR, AnyMesh, lay, over
 from kda_jax.state import MLAState, PagedMLAState
 from pallas_kernels import mla_attention, rms_norm
 
@@ -54,6 +56,7 @@ class MultiHeadLatentAttention(nnx.Module):
     ):
         self.num_heads, self.rank, self.latent_norm_eps = num_heads, kv_lora_rank, latent_norm_eps
         self.nope_dim, self.rope_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.mesh: AnyMesh | None = None
         queries = num_heads * (qk_nope_head_dim + qk_rope_head_dim)
         outputs = num_heads * v_head_dim
         sizes = (q_lora_rank or queries, kv_lora_rank, qk_rope_head_dim, *([outputs] if output_gate else []))
@@ -97,6 +100,7 @@ class MultiHeadLatentAttention(nnx.Module):
         """
         rows, tokens = x.shape[:2]
         q, latent, shared_key, *gate = self.in_proj(x)
+        latent, shared_key = lay(latent, self.mesh), lay(shared_key, self.mesh)
         latent = rms_norm(latent, self.kv_norm[...], eps=self.latent_norm_eps)
         latent = jnp.concatenate((latent, shared_key), axis=-1)
         table = None
@@ -109,15 +113,7 @@ class MultiHeadLatentAttention(nnx.Module):
         else:
             start = state.position
             new = MLAState(_write(state.latent, latent, start, lengths), start)
-        out = mla_attention(
-            self._queries(q),
-            new.latent,
-            rank=self.rank,
-            start=start,
-            lengths=lengths,
-            page_table=table,
-            scale=(self.nope_dim + self.rope_dim) ** -0.5,
-        )
+        out = self._attend(self._queries(q), new.latent, start, lengths, table)
         out = jnp.einsum("bthr,hrv->bthv", out, self.w_uv[...]).reshape(rows, tokens, -1)
         if gate:
             out = out * jax.nn.sigmoid(gate[0])
@@ -127,9 +123,22 @@ class MultiHeadLatentAttention(nnx.Module):
             return y, end
         return y, end, new._replace(position=new.position[:, None] + boundaries)
 
+    def _attend(
+        self, q: Array, latent: Array, start: Array | None, lengths: Array | None, table: Array | None
+    ) -> Float[Array, "B T H R"]:
+        def attend(q, latent, start, lengths, page_table):
+            scale = (self.nope_dim + self.rope_dim) ** -0.5
+            at = dict(start=start, lengths=lengths, page_table=page_table)
+            return mla_attention(q, latent, rank=self.rank, scale=scale, **at)
+
+        heads, whole = PartitionSpec(None, None, TENSOR), PartitionSpec()
+        return over(self.mesh, attend, (heads, whole, whole, whole, whole), heads)(
+            q, latent, start, lengths, table
+        )
+
     def _queries(self, q: Float[Array, "B T _"]) -> Float[Array, "B T H L"]:
         if self.q_b is not None and self.q_norm is not None:
-            q = self.q_b(rms_norm(q, self.q_norm[...], eps=self.latent_norm_eps))
+            q = self.q_b(rms_norm(lay(q, self.mesh), self.q_norm[...], eps=self.latent_norm_eps))
         q = q.reshape(*q.shape[:2], self.num_heads, self.nope_dim + self.rope_dim)
         own = jnp.einsum("bthn,hnr->bthr", q[..., : self.nope_dim], self.w_uk[...])
         return jnp.concatenate((own, q[..., self.nope_dim :]), axis=-1)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -12,7 +13,9 @@ from kda_jax.config import ModelConfig
 from kda_jax.layers.mlp import Mlp, activation_of
 from kda_jax.layers.packed import PackedMatrices
 from kda_jax.layers.projection import Linear, fan_in
+from kda_jax.sharding import EXPERTS, TENSOR, AnyMesh, lay, over
 from pallas_kernels import Mxfp4, expert_mlp, rms_norm
+from pallas_kernels.precision import accumulator
 
 
 class Routing(NamedTuple):
@@ -91,6 +94,7 @@ class SparseMoE(nnx.Module):
         latent = config.routed_expert_hidden_size
         width = hidden if latent is None else latent
         self.activation, self.norm_eps = activation_of(config), config.rms_norm_eps
+        self.mesh: AnyMesh | None = None
         self.router = Router(config, rngs=rngs)
         if config.quantization is None:
             self.w_gate_up = fan_in(rngs, (experts, width, 2 * inner), dtype)
@@ -122,12 +126,30 @@ class SparseMoE(nnx.Module):
         experts, weights = self.router(rows)
         if live is not None:
             experts = jnp.where(live.reshape(-1, 1), experts, -1)
-        inputs = rows if self.latent_down is None else self.latent_down(rows)
-        matrices = _matrices(self.w_gate_up), _matrices(self.w_down)
-        y = self._from_latents(expert_mlp(inputs, experts, weights, *matrices, activation=self.activation))
+        inputs = rows if self.latent_down is None else lay(self.latent_down(rows), self.mesh, None, TENSOR)
+        y = self._from_latents(self._mix(lay(inputs, self.mesh), experts, weights))
         if self.shared is not None:
             y = y + self.shared(rows)
         return y.reshape(x.shape)
+
+    def _mix(
+        self, x: Float[Array, "N Z"], experts: Int[Array, "N slots"], weights: Float[Array, "N slots"]
+    ) -> Float[Array, "N Z"]:
+        """`expert_mlp`. Over devices, each adds up what its own experts make of all rows, and then all are added up."""
+        matrices = _matrices(self.w_gate_up), _matrices(self.w_down)
+        if self.mesh is None:
+            return expert_mlp(x, experts, weights, *matrices, activation=self.activation)
+
+        def mix(x, experts, weights, gate_up, down):
+            first = jax.lax.axis_index(EXPERTS) * down.shape[0]
+            wide = x.astype(accumulator(x.dtype))
+            mine = expert_mlp(wide, experts - first, weights, gate_up, down, activation=self.activation)
+            return jax.lax.psum(mine, EXPERTS).astype(x.dtype)
+
+        whole, dealt = PartitionSpec(), PartitionSpec(EXPERTS)
+        return over(self.mesh, mix, (whole, whole, whole, dealt, dealt), whole)(
+            x, experts, weights, *matrices
+        )
 
     def _from_latents(self, y: Float[Array, "N Z"]) -> Float[Array, "N D"]:
         if self.latent_norm is not None:
