@@ -140,10 +140,10 @@ class Model(nnx.Module):
         logits = self._head_of_last(y, lengths) if last_only else self.head(y)
         # Without a state there is nothing to tell its kind from.
         kind: type[State] = ModelState if state is None else type(state)  # pyright: ignore[reportAssignmentType]
-        states = [kind(tuple(layers)) for layers in (news, ats) if layers]
+        new, at = kind(tuple(news)), kind(tuple(ats))
         if self.mesh is not None:
-            states = [shard_state(made, self.mesh) for made in states]
-        return (logits, *states)
+            new, at = shard_state((new, at), self.mesh)
+        return (logits, new) if boundaries is None else (logits, new, at)
 
     def _head_of_last(
         self, x: Float[Array, "B T D"], lengths: Int[Array, "B"] | None

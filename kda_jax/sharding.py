@@ -85,8 +85,8 @@ M = TypeVar("M", bound=nnx.Module)
 S = TypeVar("S")
 
 
-def partition(model: nnx.Module) -> nnx.State:
-    """The `PartitionSpec` of every parameter of a model, in the tree of `nnx.state(model)`.
+def partition(model: nnx.Module) -> Any:
+    """The `PartitionSpec` of every parameter of a model, in the tree of `nnx.state(model)`, an `nnx.State`.
 
     Args:
         model: a `Model`, also one of shapes alone (`nnx.eval_shape`).
@@ -123,7 +123,7 @@ def shard(model: M, mesh: AnyMesh) -> M:
     sharded = nnx.merge(graphdef, _placed(params, partition(model), mesh))
     for _, module in nnx.iter_modules(sharded):
         if hasattr(module, "mesh"):
-            module.mesh = mesh
+            module.mesh = mesh  # pyright: ignore[reportAttributeAccessIssue]
     return sharded
 
 
@@ -190,27 +190,31 @@ def _check(config: ModelConfig, mesh: AnyMesh) -> None:
 
 
 def _placed(tree: Any, specs: Any, mesh: AnyMesh) -> Any:
-    def place(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec) -> Any:
-        for axis, names in enumerate(spec):
-            ways = math.prod(
-                mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ())
+    """The leaves where the specs say: shapes told so, values put there, and inside jit kept there."""
+    jax.tree.map_with_path(lambda path, leaf, spec: _check_axes(path, leaf, spec, mesh), tree, specs)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
+        return jax.tree.map(
+            lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree, shardings
+        )
+    return _put(tree, shardings)
+
+
+def _check_axes(path: tuple[Any, ...], leaf: Any, spec: PartitionSpec, mesh: AnyMesh) -> None:
+    """Raises ValueError for an axis that does not divide."""
+    for axis, names in enumerate(spec):
+        ways = math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
+        if leaf.shape[axis] % ways:
+            raise ValueError(
+                f"{_dotted(path)} {leaf.shape}: axis {axis} does not divide over {ways} devices, those of {names!r}; "
+                "take a mesh with fewer there"
             )
-            if leaf.shape[axis] % ways:
-                raise ValueError(
-                    f"{_dotted(path)} {leaf.shape}: axis {axis} does not divide over the {ways} devices of {names}"
-                )
-        sharding = NamedSharding(mesh, spec)
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return _put(leaf, sharding)
-
-    return jax.tree.map_with_path(place, tree, specs)
 
 
-def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    if isinstance(x, Tracer):
-        return jax.lax.with_sharding_constraint(x, sharding)
-    return jax.device_put(x, sharding)
+def _put(tree: Any, shardings: Any) -> Any:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        return jax.lax.with_sharding_constraint(tree, shardings)
+    return jax.device_put(tree, shardings)
 
 
 def _spec(path: str) -> PartitionSpec:

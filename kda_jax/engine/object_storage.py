@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -53,13 +53,15 @@ class ObjectStorage:
             )
         return Stored(sum(array.nbytes for array in arrays.values()))
 
-    def read(self, name: str, kept: Payload | None = None) -> dict[str, np.ndarray]:
-        """The arrays of a name, read-only, in memory of their own.
+    def read(
+        self, name: str, kept: Payload | None = None, leaves: Collection[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """The arrays of a name, read-only, in memory of their own; with `leaves` these and no others.
 
         Raises:
             OSError: if they are not there, or not whole, or not read in time.
         """
-        found = fetch(self.objects, name, self._namespace, None, self.timeout, self._recorder)
+        found = fetch(self.objects, name, self._namespace, leaves, self.timeout, self._recorder)
         if found is None:
             raise OSError(f"{name} is not in the store, or not whole")
         return found.arrays

@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache import KeyChain
+from cache import KeyChain, Payload
 from cache.tiers import page_name, state_name
 from cache.tokens import Tokens, as_tokens
 from kda_jax.engine.checkpoint import cut, join
 from kda_jax.engine.object_storage import ObjectStorage
+from kda_jax.engine.pieces import Pieces
+from kda_jax.model import Model
+from kda_jax.sharding import shard_state
 from kda_jax.state import ModelState
 from transfer import Found, Objects, announce, find
 
@@ -37,8 +40,15 @@ class Shared:
     """One model's checkpoints in a store of objects: latents as pages, shared between the checkpoints of a path."""
 
     def __init__(
-        self, objects: Objects, namespace: bytes, *, page: int = PAGE, int8: bool = False, timeout: float = 30.0
-    ) -> None:  # fmt: skip
+        self,
+        objects: Objects,
+        namespace: bytes,
+        *,
+        page: int = PAGE,
+        int8: bool = False,
+        timeout: float = 30.0,
+        model: Model | None = None,
+    ) -> None:
         """
         Args:
             objects: open; whoever opened it closes it.
@@ -46,7 +56,14 @@ class Shared:
             page: latent rows a page, and tokens a link of the keys: the same for all who share.
             int8: keeps recurrent states in int8, which is not exact.
             timeout: seconds for a search, and for each payload.
+            model: of `kda_jax.shard`, if its states lie over the devices of a mesh. Their heads are then stored apart,
+                and each device is given its own only. All who share have such a model, on any mesh (of one device
+                too); if they are to get the very bits they would have computed, the mesh belongs in the namespace.
+
+        Raises:
+            ValueError: for a model that was not sharded.
         """
+        self._pieces = None if model is None else _pieces(model, int8)
         self._storage = ObjectStorage(objects, namespace, timeout)
         self._objects, self._namespace, self._page, self._int8 = objects, namespace, page, int8
 
@@ -76,7 +93,9 @@ class Shared:
             with suppress(OSError):
                 for number, page in enumerate(pages, start=first):
                     self._storage.write(page_name(keys.pages[number]), page)
-                self._storage.write(keys.name(boundary), leaves)
+                self._storage.write(
+                    keys.name(boundary), leaves if self._pieces is None else self._pieces.cut(leaves)
+                )
                 stored.append(boundary)
                 after = max(after, boundary)
         if stored:
@@ -98,10 +117,23 @@ class Shared:
         for boundary in found.boundaries:
             with suppress(OSError, ValueError):  # gone, or no state that belongs here
                 pages = [self._storage.read(page_name(name)) for name in keys.pages[: boundary // self._page]]
-                state = join(self._storage.read(keys.name(boundary)), pages)
+                state = self._read(keys.name(boundary), pages)
                 if int(np.asarray(state.position)[0]) == boundary:
                     return Resumed(boundary, state, found)
         return Resumed(0, None, found)
+
+    def _read(self, name: str, pages: Sequence[Payload]) -> ModelState:
+        """Raises OSError or ValueError."""
+        if self._pieces is None:
+            return join(self._storage.read(name), pages)
+        leaves = self._pieces.read(lambda wanted: self._storage.read(name, leaves=wanted))
+        return shard_state(join(leaves, pages), self._pieces.mesh)
+
+
+def _pieces(model: Model, int8: bool) -> Pieces:
+    if model.mesh is None:
+        raise ValueError("the model is on no mesh: pass what kda_jax.shard returned, or leave it out")
+    return Pieces(model.config, model.mesh, int8)
 
 
 class _Keys:

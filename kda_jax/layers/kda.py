@@ -195,7 +195,11 @@ class KimiDeltaAttention(nnx.Module):
             bound, at = self.gate_lower_bound, dict(start=start, lengths=lengths, boundaries=boundaries)
             return kda_prefill(q, k, v, decay, beta, state, qk_l2norm=True, gate_lower_bound=bound, **at)
 
-        tokens, states, whole = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR), PartitionSpec()
+        tokens, states, whole = (
+            PartitionSpec(None, None, TENSOR),
+            PartitionSpec(None, TENSOR),
+            PartitionSpec(),
+        )
         outs = (tokens, states) if arguments[-1] is None else (tokens, states, tokens)
         return over(self.mesh, prefill, (*(tokens,) * 5, states, *(whole,) * 3), outs)(*arguments)
 

@@ -13,7 +13,7 @@ from kda_jax.config import ModelConfig
 from kda_jax.layers.mlp import Mlp, activation_of
 from kda_jax.layers.packed import PackedMatrices
 from kda_jax.layers.projection import Linear, fan_in
-from kda_jax.sharding import EXPERTS, AnyMesh, lay, over
+from kda_jax.sharding import EXPERTS, TENSOR, AnyMesh, lay, over
 from pallas_kernels import Mxfp4, expert_mlp, rms_norm
 from pallas_kernels.precision import accumulator
 
@@ -126,7 +126,7 @@ class SparseMoE(nnx.Module):
         experts, weights = self.router(rows)
         if live is not None:
             experts = jnp.where(live.reshape(-1, 1), experts, -1)
-        inputs = rows if self.latent_down is None else self.latent_down(rows)
+        inputs = rows if self.latent_down is None else lay(self.latent_down(rows), self.mesh, None, TENSOR)
         y = self._from_latents(self._mix(lay(inputs, self.mesh), experts, weights))
         if self.shared is not None:
             y = y + self.shared(rows)
@@ -147,7 +147,9 @@ class SparseMoE(nnx.Module):
             return jax.lax.psum(mine, EXPERTS).astype(x.dtype)
 
         whole, dealt = PartitionSpec(), PartitionSpec(EXPERTS)
-        return over(self.mesh, mix, (whole, whole, whole, dealt, dealt), whole)(x, experts, weights, *matrices)
+        return over(self.mesh, mix, (whole, whole, whole, dealt, dealt), whole)(
+            x, experts, weights, *matrices
+        )
 
     def _from_latents(self, y: Float[Array, "N Z"]) -> Float[Array, "N D"]:
         if self.latent_norm is not None:
