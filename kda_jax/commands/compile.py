@@ -17,6 +17,7 @@ from kda_jax.commands.tables import binary, table
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+    from rich.table import Table
 
     from kda_jax.commands.programs import Calls, Program
     from kda_jax.config import ModelConfig
@@ -34,9 +35,9 @@ def compile_programs(
         list[str],
         typer.Option(help="sm_90a, sm_80, v5e, v6e, or v6e:4x16 by its topology; may be given again."),
     ],
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Only the first layers, which take minutes less. (default: all)")
-    ] = None,
+    one_of_each: Annotated[
+        bool, typer.Option("--one-of-each", help="Compile one layer of each kind, and let it stand for all.")
+    ] = False,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of one prefill call.")] = 1024,
     rows: Annotated[int, typer.Option(min=1, help="Sequences of a decode step.")] = 64,
     context: Annotated[int, typer.Option(min=1, help="Tokens that each sequence has room for.")] = 8192,
@@ -47,12 +48,10 @@ def compile_programs(
 
     shape, goals = mesh_shape(mesh), [_target(name) for name in target]
     config = config_of(model)
-    if layers is not None and layers > config.num_layers:
-        raise CommandError(f"{model} has {config.num_layers} layers, {layers} were asked for")
     if tokens > context:
         raise CommandError(f"{tokens} tokens do not fit into a context of {context}; give --context {tokens}")
     calls = Calls(tokens, rows, context)
-    records = list(_records(config, goals, shape, layers or config.num_layers, calls))
+    records = list(_records(config, goals, shape, one_of_each, calls))
     figures = {"model": model, "layers": config.num_layers, **calls._asdict(), "programs": records}
     if json is not None:
         json.write_text(json_format.dumps(figures, indent=1) + "\n")
@@ -73,9 +72,9 @@ def _target(name: str) -> Goal:
 
 
 def _records(
-    config: ModelConfig, goals: list[Goal], shape: MeshShape, layers: int, calls: Calls
+    config: ModelConfig, goals: list[Goal], shape: MeshShape, cut: bool, calls: Calls
 ) -> Iterator[dict[str, Any]]:
-    from kda_jax.commands.programs import first_layers, programs
+    from kda_jax.commands.programs import one_of_each, programs
     from kda_jax.sharding import EXPERT, TENSOR
     from pallas_kernels.check.command import TOOLCHAINS
     from pallas_kernels.check.toolchain import Missing
@@ -93,11 +92,9 @@ def _records(
             mesh = toolchain.mesh(goal, (shape.tensor, shape.expert), (TENSOR, EXPERT), topology)
             about = {"target": goal.name, "device": goal.device, "topology": topology, "mesh": str(shape)}
             of_all = programs(config, mesh, calls)
-            cut = (
-                of_all if layers == config.num_layers else programs(first_layers(config, layers), mesh, calls)
-            )
-            for whole, program in zip(of_all, cut, strict=True):
-                about |= {"layers": layers, "memory_bytes": goal.memory_bytes}
+            some = one_of_each(config) if cut else config
+            about |= {"layers": some.num_layers, "memory_bytes": goal.memory_bytes}
+            for whole, program in zip(of_all, programs(some, mesh, calls) if cut else of_all, strict=True):
                 yield about | _figures(toolchain, mesh, program, whole)
 
 
@@ -115,7 +112,7 @@ def _figures(toolchain: Toolchain, mesh: Mesh, program: Program, whole: Program)
             reason = " ".join(str(error).split())[:300]
             return {"program": program.name, "wrong": f"{program.name} does not compile: {reason}"}
     more = made.output_bytes - made.reused_bytes + made.temporary_bytes + made.code_bytes
-    by_shapes = whole.parameter_bytes + whole.state_bytes
+    rest = whole.parameter_bytes + whole.state_bytes + whole.residual_bytes - program.residual_bytes
     return {
         "program": program.name,
         "operators": PREFERENCE[0],
@@ -129,7 +126,7 @@ def _figures(toolchain: Toolchain, mesh: Mesh, program: Program, whole: Program)
         "all_layers": {
             "parameter_bytes": whole.parameter_bytes,
             "state_bytes": whole.state_bytes,
-            "total_bytes": made.argument_bytes + more if whole is program else by_shapes + more,
+            "total_bytes": (made.argument_bytes if whole is program else rest) + more,
         },
         "compile_s": made.seconds,
         "wrong": None,
@@ -139,37 +136,42 @@ def _figures(toolchain: Toolchain, mesh: Mesh, program: Program, whole: Program)
 def _print(figures: dict[str, Any]) -> None:
     from rich.console import Console
 
-    made = table(
-        f"{figures['model']}: bytes on each device",
-        *("program", "target", "mesh", "layers", "parameters", "state", "new results", "temporary", "in all"),
-        "compile s",
-    )
+    console = Console()
+    shown: dict[str, Table] = {}
     for record in figures["programs"]:
         if record["wrong"]:
             continue
-        bytes_of = {key: binary(record[f"{key}_bytes"]) for key in ("new_output", "temporary")}
-        last = (f"{record['compile_s']:.0f}",)
-        for layers, held in ((record["layers"], record), (figures["layers"], record["all_layers"])):
-            sizes = (binary(held[f"{key}_bytes"]) for key in ("parameter", "state"))
-            total = binary(held["total_bytes"])
-            made.add_row(
-                *(record["program"], record["target"], record["mesh"], str(layers)),
-                *(*sizes, *bytes_of.values(), total, *last),
+        title = (
+            f"{figures['model']} on a mesh {record['mesh']} of {record['device']}: bytes on each, "
+            f"which has {binary(record['memory_bytes'])}"
+        )
+        if title not in shown:
+            shown[title] = table(
+                *(title, "program", "layers", "parameters", "state", "new results", "temporary", "in all"),
+                "compile s",
             )
-            if layers == figures["layers"]:
-                break
-            last = ("-",)  # compiled were the first layers only
-    console = Console()
-    console.print(made)
+        held = record | {"seconds": f"{record['compile_s']:.0f}"}
+        _add(shown[title], record["layers"], held)
+        if record["layers"] < figures["layers"]:
+            _add(shown[title], figures["layers"], held | record["all_layers"] | {"seconds": "-"})
+    console.print(*shown.values())
     console.print(
-        f"prefill reads {figures['tokens']:,} tokens of one sequence, decode one of each of {figures['rows']}; each has "
-        f"room for {figures['context']:,}. Operators in plain JAX (xla), experts packed, the state's memory reused.",
-        *(
-            ["Rows without compile s: all layers by their shapes, the rest as compiled for the first ones."]
-            if any(record["layers"] < figures["layers"] for record in figures["programs"])
-            else []
-        ),
+        f"prefill: {figures['tokens']:,} tokens of one sequence; decode: a token of each of {figures['rows']}; room "
+        f"for {figures['context']:,} each. Operators in plain JAX (xla), experts packed, the state's memory reused.",
         highlight=False,
         soft_wrap=True,
-        sep="\n",
+    )
+    if any(record["layers"] < figures["layers"] for record in figures["programs"]):
+        console.print(
+            "Rows without seconds: parameters and state of all layers by their shapes, the rest as of one layer of "
+            "each kind; in all has the residual blocks between, too.",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _add(to: Table, layers: int, held: dict[str, Any]) -> None:
+    sizes = ("parameter", "state", "new_output", "temporary", "total")
+    to.add_row(
+        held["program"], str(layers), *(binary(held[f"{size}_bytes"]) for size in sizes), held["seconds"]
     )

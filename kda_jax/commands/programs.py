@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kda_jax.commands.sizes import leaf_bytes
 from kda_jax.config import ModelConfig
 from kda_jax.forward import decode, prefill
-from kda_jax.sharding import shard, shard_state
+from kda_jax.sharding import AnyMesh, automatic, shard, shard_state
 from kda_jax.state import empty
 from kda_jax.weights.skeleton import outline
 
@@ -43,11 +44,13 @@ class Program(NamedTuple):
         name: "prefill" or "decode".
         function: (parameters, tokens, state) -> logits of each row's last token, and the state behind.
         arguments: shapes with shardings.
+        residual_bytes: of the closed residual blocks, on one device, which has them whole.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
+    residual_bytes: int
 
     @property
     def parameter_bytes(self) -> int:
@@ -60,17 +63,26 @@ class Program(NamedTuple):
         return sum(map(leaf_bytes, jax.tree.leaves(self.arguments[STATE])))
 
 
-def first_layers(config: ModelConfig, count: int) -> ModelConfig:
-    """The config of a model that ends behind its first layers."""
-    return dataclasses.replace(config, layers=config.layers[:count], mlps=config.mlps[:count])
+def one_of_each(config: ModelConfig) -> ModelConfig:
+    """The config of a model of as few layers as have all kinds of the whole one's, in their order."""
+    kinds = dict.fromkeys(zip(config.layers, config.mlps))
+    return dataclasses.replace(
+        config, layers=tuple(attention for attention, _ in kinds), mlps=tuple(mlp for _, mlp in kinds)
+    )
 
 
-def programs(config: ModelConfig, mesh: Mesh, calls: Calls) -> tuple[Program, Program]:
+def closed_blocks(config: ModelConfig) -> int:
+    """Residual blocks that are kept beside the open one, at the end of a model's layers."""
+    return 0 if config.attn_res_block_size is None else -(-config.num_layers // config.attn_res_block_size)
+
+
+def programs(config: ModelConfig, mesh: AnyMesh, calls: Calls) -> tuple[Program, Program]:
     """Prefill and decode of a model in bfloat16, whose packed experts stay packed.
 
     Raises:
         ValueError: the model does not divide over the mesh.
     """
+    mesh = automatic(mesh)
     graphdef, params = nnx.split(shard(outline(config, jnp.bfloat16), mesh))
 
     def read(params: Any, tokens: jax.Array, state: Any) -> Any:
@@ -83,6 +95,7 @@ def programs(config: ModelConfig, mesh: Mesh, calls: Calls) -> tuple[Program, Pr
         whole = NamedSharding(mesh, PartitionSpec())
         state = jax.eval_shape(lambda: empty(config, shape[0], calls.context, jnp.bfloat16))
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
-        return Program(name, function, (params, tokens, shard_state(state, mesh)))
+        residuals = closed_blocks(config) * math.prod(shape) * config.hidden_size * 2
+        return Program(name, function, (params, tokens, shard_state(state, mesh)), residuals)
 
     return program("prefill", read, (1, calls.tokens)), program("decode", step, (calls.rows,))

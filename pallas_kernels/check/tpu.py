@@ -63,7 +63,9 @@ class TpuToolchain:
             there = topologies.get_topology_desc(platform="tpu", topology_name=name)
         except Exception as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"libtpu knows no topology {name}: {reason}; 2x2, 4x4, 8x8 are some") from None
+            raise ValueError(
+                f"libtpu has no topology {name}: {reason}; name one of {count} devices, as {target.topology}"
+            ) from None
         if len(there.devices) != count:
             raise ValueError(f"{name} has {len(there.devices)} devices, the mesh {count}; make them equal")
         return topologies.make_mesh(there, shape, names)
