@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from kda_jax.engine import Shared
 from kda_jax.engine.pieces import Pieces
-from kda_jax.forward import decode
+from kda_jax.forward import step
 from kda_jax.model import Model
 from kda_jax.sharding import EXPERT, TENSOR, shard, shard_state
 from kda_jax.state import KDAState, ModelState, empty
@@ -54,10 +54,10 @@ def main() -> None:
         runs = {mesh: Prefill(other) for mesh, other in sharded.items()}
         seen[name] = {called(mesh): whole.compared(run) for mesh, run in runs.items()}
     # the last model is K3's
-    sharded[4, 2] = shard(model, mesh_of(4, 2))
+    sharded |= {mesh: shard(model, mesh_of(*mesh)) for mesh in RESTORED if mesh not in sharded}
     seen["checkpoint"] = checkpoint(sharded, runs[2, 4].at)
     seen["stepped"] = stepped(model, whole.at, sharded[8, 1], runs[8, 1].at)
-    seen["crossing"] = crossing()
+    seen["crossing"] = [crossing(int8) for int8 in (False, True)]
     print(json.dumps(seen))
 
 
@@ -87,7 +87,7 @@ class Prefill:
             return logits, end, at if model.mesh is None else shard_state(at, model.mesh)
 
         program = run.lower(*arguments).compile()
-        self.text, self.shapes = program.as_text() or "", [leaf.shape for leaf in jax.tree.leaves(params)]
+        self.moved, self.weights = moved(program.as_text() or ""), shapes_of(params)
         logits, self.end, self.at = program(*arguments)
         self.logits = np.asarray(logits)[np.arange(TOKENS) < np.array(LENGTHS)[:, None]]
 
@@ -98,14 +98,25 @@ class Prefill:
             "logits": relative_error(self.logits, other.logits),
             "states": max(relative_error(a, b) for a, b in states),
             "kept": kept(other.end),
-            "weights_gathered": [shape for shape in other.gathered() if shape in self.shapes],
-            "gathered": len(other.gathered()),
+            "weights": other.weights,
+            "moved": other.moved,
         }
 
-    def gathered(self) -> list[tuple[int, ...]]:
-        """The shapes of what devices collect from each other."""
-        shapes = re.findall(r"= \(?[a-z0-9]+\[([0-9,]*)\][^=]* all-gather(?:-start)?\(", self.text)
-        return [tuple(int(size) for size in shape.split(",")) for shape in shapes]
+
+def moved(program: str) -> list[tuple[str, str, list[int]]]:
+    """Of what devices send each other: operation, dtype and shape."""
+    array = r"([a-z]+[0-9]+)\[([0-9,]*)\]"
+    found = re.findall(r"= (.*?) ((?:all|collective|reduce)-[a-z]+)(?:-start)?\(", program)
+    return [
+        (operation, dtype, [int(size) for size in shape.split(",") if size])
+        for result, operation in found
+        for dtype, shape in re.findall(array, result)
+    ]
+
+
+def shapes_of(tree: Any) -> list[tuple[int, ...]]:
+    """Of all leaves with two axes or more."""
+    return [leaf.shape for leaf in jax.tree.leaves(tree) if leaf.ndim > 1]
 
 
 def checkpoint(models: dict[tuple[int, int], Model], written: ModelState) -> dict[str, Any]:
@@ -149,22 +160,40 @@ class Watched(MemoryObjects):
         return [[(read.start, read.start + (read.nbytes or 0)) for read in reads] for reads in self.reads]
 
 
-def stepped(model: Model, state: ModelState, sharded: Model, other: ModelState) -> float:
-    """How far a sharded model's next token is off."""
-    return relative_error(decode(model, [5], state)[0], decode(sharded, [5], other)[0])
+def stepped(model: Model, state: ModelState, sharded: Model, other: ModelState) -> dict[str, Any]:
+    """A sharded model's next token: how far it is off, and what was sent for it."""
+    (logits, _), (others, sent) = read_token(model, state), read_token(sharded, other)
+    held = shapes_of((nnx.state(sharded), other))
+    return {"logits": relative_error(logits, others), "moved": sent, "held": held}
 
 
-def crossing() -> list[bool]:
+def read_token(model: Model, state: ModelState) -> tuple[jax.Array, list[tuple[str, str, list[int]]]]:
+    """Logits behind one token more, and what devices sent each other."""
+    graphdef, params = nnx.split(model)
+    arguments = params, np.array([5], np.int32), state
+    program = (
+        jax.jit(lambda params, tokens, state: step(nnx.merge(graphdef, params), tokens, state))
+        .lower(*arguments)
+        .compile()
+    )
+    return program(*arguments)[0], moved(program.as_text() or "")
+
+
+def crossing(int8: bool) -> bool:
     """Six heads make two pieces: the second of three devices reads both, for a half of each."""
     config, rng = small_config(kda_num_heads=6, layers=("kda", "kda")), np.random.default_rng(0)
-    state = jax.tree.map(lambda x: rng.integers(9, size=x.shape).astype(x.dtype), empty(config, 1, 8))
+    shapes = {"conv": (1, 3, 144), "position": (1,)}
+    if int8:
+        shapes |= {"recurrent.values": (1, 6, 8, 8), "recurrent.scales": (1, 6, 8)}
+    else:
+        shapes |= {"recurrent": (1, 6, 8, 8)}
     leaves = {
-        f"layers.{i}.{name}": x for i, layer in enumerate(state.layers) for name, x in layer._asdict().items()
+        f"layers.{i}.{name}": rng.random(shape, np.float32) for i in (0, 1) for name, shape in shapes.items()
     }
-    pieces = Pieces(config, mesh_of(3, 1))
+    pieces = Pieces(config, mesh_of(3, 1), int8)
     stored = pieces.cut(leaves)
     read = pieces.read(lambda names: {name: stored[name] for name in names})
-    return [read.keys() == leaves.keys(), *(np.array_equal(leaves[name], read[name]) for name in leaves)]
+    return read.keys() == leaves.keys() and all(np.array_equal(leaves[name], read[name]) for name in leaves)
 
 
 def same_bits(want: ModelState, got: ModelState) -> bool:
@@ -176,9 +205,9 @@ def same_bits(want: ModelState, got: ModelState) -> bool:
     return True
 
 
-def kept(state: ModelState) -> list[str]:
-    """How the leaves of the first layer, of KDA, lie."""
-    return [str(getattr(leaf.sharding, "spec", None)) for leaf in state.layers[0]]
+def kept(state: ModelState) -> list[tuple[int, ...]]:
+    """The shapes of what a device has of the first layer, of KDA."""
+    return [leaf.sharding.shard_shape(leaf.shape) for leaf in state.layers[0]]
 
 
 def _first_row(layer: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Checkpoints cut by heads, in a form that no topology shows in: each device reads what it holds, on any mesh.
+"""Checkpoints cut by heads, the same under every mesh, so that each device reads what it holds.
 
-What lies with the heads of KDA layers is cut into `count(config)` pieces, leaves `heads.{n}.{leaf}`; all else is whole.
-In the order of their names the leaves of one piece follow each other, so what a device reads is one run of bytes.
+What lies with the heads of KDA layers is cut into `Pieces.count` leaves `heads.{n}.{leaf}`; all else is whole. In the
+order of their names the leaves of one piece follow each other: what a device reads is one run of bytes.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Shared:
             namespace: `cache.Namespace.digest()`, which says so if `int8`.
             page: latent rows a page, and tokens a link of the keys: the same for all who share.
             int8: keeps recurrent states in int8, which is not exact.
-            timeout: seconds for a search, and for each payload.
+            timeout: seconds for a search, and for each payload, or each device's part of one.
             model: of `kda_jax.shard`, if its states lie over the devices of a mesh. Their heads are then stored apart,
                 and each device is given its own only. All who share have such a model, on any mesh (of one device
                 too); if they are to get the very bits they would have computed, the mesh belongs in the namespace.
