@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kda_jax.commands import placement, run
 from kda_jax.commands.devices import MeshShape
 from kda_jax.commands.programs import STATE, Calls, Program, closed_blocks, one_of_each, programs
 from kda_jax.config import ModelConfig
-from kda_jax.sharding import EXPERT, TENSOR, automatic
+from kda_jax.sharding import EXPERT, TENSOR
 from kda_jax.weights.files import read_config
 from pallas_kernels.check import command, gpu, tpu
 from pallas_kernels.check.targets import TARGETS
@@ -41,8 +41,8 @@ def tiny_k3(folder: Path) -> ModelConfig:
     return read_config(folder)
 
 
-def bytes_of(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def one_device() -> Mesh:
+    return jax.make_mesh((1, 1), AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def test_one_of_each_kind_in_order() -> None:
@@ -72,7 +72,7 @@ def test_programs_take_what_a_device_of_the_mesh_holds(tiny_k3: ModelConfig) -> 
 
 
 def test_a_program_gives_logits_of_last_tokens_and_takes_the_states_place(tiny_k3: ModelConfig) -> None:
-    mesh = automatic(jax.make_mesh((1, 1), AXES))
+    mesh = one_device()
     for program, rows in zip(programs(tiny_k3, mesh, CALLS), (1, 3)):
         logits, state = jax.eval_shape(program.function, *program.arguments)
         assert logits.shape == ((1, 1) if program.name == "prefill" else (rows,)) + (tiny_k3.vocab_size,)
@@ -108,7 +108,7 @@ class Stand(Toolchain):
 
     def mesh(self, target: Any, shape: Any, names: Any, topology: str | None = None) -> Any:
         self.asked.append((target.name, topology))
-        return automatic(jax.make_mesh((1, 1), names))
+        return one_device()
 
     def compile_on(self, mesh: Any, function: Any, arguments: Any, give_up: Any = ()) -> Compiled:
         assert give_up == (STATE,)
