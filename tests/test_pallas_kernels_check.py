@@ -208,7 +208,9 @@ class Stand(Toolchain):
         self.asked.append(target.name)
         if isinstance(self.said, Exception):
             raise self.said
-        return Compiled(self.said, self.seconds, code_bytes=1, temporary_bytes=2)
+        return Compiled(
+            self.said, self.seconds, 1, temporary_bytes=2, argument_bytes=3, output_bytes=4, reused_bytes=0
+        )
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The command line: demo, generate, info, convert, bench. Each command imports what it needs when it runs."""
+"""The command line: demo, generate, info, compile, convert, bench. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import typer
 
 from kda_jax.commands.bench import bench
+from kda_jax.commands.compile import compile_programs
 from kda_jax.commands.convert import convert
 from kda_jax.commands.demo import demo, demo_resume
 from kda_jax.commands.errors import USERS, one_line
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 for command in (demo, generate, info, convert):
     app.command()(command)
+app.command("compile")(compile_programs)
 app.add_typer(bench, name="bench")
 app.command(hidden=True)(demo_resume)
 

@@ -8,37 +8,40 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kda_jax.commands.errors import CommandError
+from kda_jax.commands.presets import ModelName, config_of
+from kda_jax.commands.tables import binary, short, table
 
 if TYPE_CHECKING:
     from kda_jax.config import ModelConfig
 
-PRESETS = ("kimi_k3", "kimi_linear_48b", "bench_41m", "tiny")
-
 
 def info(
-    model: Annotated[str, typer.Argument(help=f"A folder with config.json, or one of {', '.join(PRESETS)}.")],
+    model: ModelName,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Bytes on each device of a mesh: 8x4 is 8 devices for the heads, times 4."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="What fits on h200, v6e, ...: on this mesh, or without one on how many."),
+    ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write the figures here too.")] = None,
 ) -> None:
     """How large a model is, and its state at 1k, 128k and 1M tokens. Reads shapes, never weights."""
-    figures = describe(model, _config(model))
+    from kda_jax.commands import placement
+    from kda_jax.commands.devices import device_named, mesh_shape
+
+    shape = None if mesh is None else mesh_shape(mesh)
+    kind = None if device is None else device_named(device)
+    config = config_of(model)
+    figures = describe(model, config)
+    if shape is not None:
+        figures["mesh"] = placement.describe(config, shape, kind)
+    elif kind is not None:
+        figures["counts"] = placement.describe_counts(config, kind)
     if json is not None:
         json.write_text(json_format.dumps(figures, indent=1) + "\n")
     _print(figures)
-
-
-def _config(model: str) -> ModelConfig:
-    from kda_jax.config import ModelConfig
-    from kda_jax.weights.files import read_config
-
-    if model in PRESETS:
-        return getattr(ModelConfig, model)()
-    path = Path(model)
-    if not path.exists():
-        raise CommandError(
-            f"no such path: {model}; give a folder with config.json, or one of {', '.join(PRESETS)}"
-        )
-    return read_config(path.parent if path.name == "config.json" else path)
 
 
 def describe(name: str, config: ModelConfig) -> dict[str, Any]:
@@ -76,13 +79,6 @@ def describe(name: str, config: ModelConfig) -> dict[str, Any]:
 
 def _print(figures: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
-
-    def table(title: str, *columns: str) -> Table:
-        made = Table(title=title, title_justify="left", title_style="bold")
-        for index, column in enumerate(columns):
-            made.add_column(column, justify="right" if index else "left")
-        return made
 
     console = Console()
     layers, parameters, weights = figures["layers"], figures["parameters"], figures["weight_bytes"]
@@ -128,19 +124,19 @@ def _print(figures: dict[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    _print_placement(figures)
 
 
-def short(count: int) -> str:
-    """A count in three digits: 2.78 T, 48.1 B, 5.30 M."""
-    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return str(count)
+def _print_placement(figures: dict[str, Any]) -> None:
+    from rich.console import Console
 
+    from kda_jax.commands import placement
 
-def binary(nbytes: int) -> str:
-    """Bytes in three digits: 418 MiB, 2.53 TiB."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
-    return f"{nbytes} B"
+    console = Console()
+    if "mesh" in figures:
+        console.print(*placement.tables(figures["mesh"]))
+    elif "counts" in figures:
+        console.print(placement.table_of_counts(figures["counts"]))
+    else:
+        return
+    console.print(placement.EXPLAINED, highlight=False, soft_wrap=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from kda_jax.config import ModelConfig
+from kda_jax.sharding import shard_state
 from kda_jax.state import KDAState, empty
 from kda_jax.weights.names import hf_shapes, parameters_and_nbytes
 
@@ -28,7 +31,7 @@ _PARTS = (
     ("", "norms and residual mixing"),
 )
 # as they are shown
-_ORDER = (
+ORDER = (
     *(EMBEDDING, "KDA attention", "MLA attention", "dense feed-forward", "router", "shared experts"),
     *("expert latents", ROUTED, "norms and residual mixing", "head"),
 )
@@ -79,9 +82,9 @@ class StateBytes(NamedTuple):
 
 def sizes(config: ModelConfig) -> Sizes:
     """Counts the parameters of a released checkpoint of this config."""
-    by_part: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {part: {} for part in _ORDER}
+    by_part: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {part: {} for part in ORDER}
     for name, row in hf_shapes(config).items():
-        by_part[_part(config, name)][name] = row
+        by_part[part_of(config, name, _PARTS)][name] = row
     counts = {part: parameters_and_nbytes(tensors) for part, tensors in by_part.items()}
     parts = {part: parameters for part, (parameters, _) in counts.items() if parameters}
     total, active = sum(parts.values()), sum(parts.values())
@@ -92,8 +95,9 @@ def sizes(config: ModelConfig) -> Sizes:
     return Sizes(parts, total, active, sum(nbytes for _, nbytes in counts.values()))
 
 
-def _part(config: ModelConfig, name: str) -> str:
-    part = next(part for mark, part in _PARTS if mark in name)
+def part_of(config: ModelConfig, name: str, marks: tuple[tuple[str, str], ...]) -> str:
+    """The part of a model that a tensor belongs to: the one beside the first mark that stands in its name."""
+    part = next(part for mark, part in marks if mark in name)
     if part != "attention":
         return part
     match = _LAYER.search(name)
@@ -101,15 +105,26 @@ def _part(config: ModelConfig, name: str) -> str:
     return f"{config.layers[int(match[1])].upper()} attention"
 
 
-def state_bytes(config: ModelConfig, dtype: jnp.dtype | type = jnp.bfloat16) -> StateBytes:
-    """Bytes of a sequence's state whose latents and windows are of this dtype."""
+def state_bytes(
+    config: ModelConfig, dtype: jnp.dtype | type = jnp.bfloat16, mesh: AbstractMesh | None = None
+) -> StateBytes:
+    """Bytes of a sequence's state whose latents and windows are of this dtype; with a mesh, those that one of its
+    devices holds."""
     state = jax.eval_shape(lambda: empty(config, 1, 1, dtype))
+    if mesh is not None:
+        state = shard_state(state, mesh)
     recurrent = conv = latent = 0
     for layer in state.layers:
         if isinstance(layer, KDAState):
-            recurrent += layer.recurrent.size * layer.recurrent.dtype.itemsize
-            conv += layer.conv.size * layer.conv.dtype.itemsize
+            recurrent += leaf_bytes(layer.recurrent)
+            conv += leaf_bytes(layer.conv)
         else:
-            latent += layer.latent.size * layer.latent.dtype.itemsize
+            latent += leaf_bytes(layer.latent)
     heads = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
     return StateBytes(recurrent, conv, latent, config.num_layers * heads * jnp.dtype(dtype).itemsize)
+
+
+def leaf_bytes(leaf: jax.ShapeDtypeStruct | jax.Array) -> int:
+    """Bytes of a leaf that one device holds, all of it where it has no sharding."""
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize

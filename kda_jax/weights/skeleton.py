@@ -39,7 +39,7 @@ def assemble(
         dtype: as `Model`'s.
         value_of: (path, shape and dtype) -> the parameter.
     """
-    graphdef, params = nnx.split(_outline(config, dtype))
+    graphdef, params = nnx.split(outline(config, dtype))
     filled = [
         (key, param.replace(value_of(_dotted(key), param.get_value())))
         for key, param in nnx.to_flat_state(params)
@@ -49,10 +49,11 @@ def assemble(
 
 def shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and dtype of every parameter of a model that is not built."""
-    return _by_path(_outline(config, dtype))
+    return _by_path(outline(config, dtype))
 
 
-def _outline(config: ModelConfig, dtype: DTypeLike) -> Model:
+def outline(config: ModelConfig, dtype: DTypeLike) -> Model:
+    """A model of shapes alone: each parameter is a `jax.ShapeDtypeStruct`."""
     return nnx.eval_shape(lambda: Model(config, rngs=_OneKey(0), dtype=dtype))
 
 

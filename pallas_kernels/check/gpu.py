@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.check.targets import Gpu
 from pallas_kernels.check.toolchain import (
@@ -21,11 +21,15 @@ from pallas_kernels.check.toolchain import (
     Compiled,
     Kernel,
     Missing,
+    build,
     placed,
     report,
     require,
     use_no_device,
 )
+
+MACHINE = 8
+"""GPUs of one machine."""
 
 
 class GpuToolchain:
@@ -48,22 +52,35 @@ class GpuToolchain:
 
     def compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], target: Gpu) -> Compiled:
         """As `Toolchain.compile`."""
-        mesh = self._mesh(target)
-        here = NamedSharding(mesh, PartitionSpec())
-        self.log.write_text("")
-        start = time.perf_counter()
-        with use_abstract_mesh(mesh.abstract_mesh):
-            made = jax.jit(function).lower(*placed(arguments, here)).compile(compiler_options=self.options)
-        seconds = time.perf_counter() - start
-        return report(made, parse(self.log.read_text()), seconds)
-
-    def _mesh(self, target: Gpu) -> jax.sharding.Mesh:
         if target.name not in self.meshes:
-            there = topologies.get_topology_desc(
-                platform="cuda", target_config=target.description(), topology="1x1x1"
-            )
-            self.meshes[target.name] = topologies.make_mesh(there, (1,), ("x",))
-        return self.meshes[target.name]
+            self.meshes[target.name] = self.mesh(target, (1,), ("x",))
+        mesh = self.meshes[target.name]
+        return self.compile_on(mesh, function, placed(arguments, NamedSharding(mesh, PartitionSpec())))
+
+    def mesh(
+        self, target: Gpu, shape: tuple[int, ...], names: tuple[str, ...], topology: str | None = None
+    ) -> jax.sharding.Mesh:
+        """As `Toolchain.mesh`; the GPUs stand in machines of eight, and there is no other topology."""
+        if topology is not None:
+            raise ValueError(f"{target.name} takes no topology, got {topology!r}; its mesh says it all")
+        count = math.prod(shape)
+        here = MACHINE if count % MACHINE == 0 else count
+        there = topologies.get_topology_desc(
+            platform="cuda", target_config=target.description(), topology=f"1x{count // here}x{here}"
+        )
+        return topologies.make_mesh(there, shape, names)
+
+    def compile_on(
+        self,
+        mesh: jax.sharding.Mesh,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        give_up: tuple[int, ...] = (),
+    ) -> Compiled:
+        """As `Toolchain.compile_on`."""
+        self.log.write_text("")
+        made, seconds = build(mesh, function, arguments, give_up, self.options)
+        return report(made, parse(self.log.read_text()), seconds)
 
 
 def parse(log: str) -> tuple[Kernel, ...]:

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Gpu(NamedTuple):
-    """A kind of GPU. Cache, clock and memory size are the same for all: they guide XLA's own fusions, not our kernels.
+    """A kind of GPU. Cache and clock are the same for all: they guide XLA's own fusions, not our kernels.
 
     Attributes:
         name: its architecture, as the assembler says it.
@@ -14,6 +14,7 @@ class Gpu(NamedTuple):
         capability: major and minor compute capability.
         cores: streaming multiprocessors.
         shared_kib: shared memory that one block may ask for.
+        memory_bytes: of the device, as its data sheet has it.
         bytes_per_s, flops_per_s: memory bandwidth, and bfloat16 products, that the roofline is drawn with.
     """
 
@@ -22,6 +23,7 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
     cores: int
     shared_kib: int
+    memory_bytes: int
     bytes_per_s: float
     flops_per_s: float
     platform: str = "gpu"
@@ -47,7 +49,7 @@ gpu_device_info {{
   memory_bandwidth: {self.bytes_per_s:.0f}
   l2_cache_size: 52428800
   clock_rate_ghz: 1.7
-  device_memory_size: 85899345920
+  device_memory_size: {self.memory_bytes}
   cuda_compute_capability {{ major: {self.capability[0]} minor: {self.capability[1]} }}
 }}
 platform_name: "CUDA"
@@ -61,12 +63,16 @@ class Tpu(NamedTuple):
 
     Attributes:
         name: its generation.
+        device: its product name.
         topology: the smallest slice that libtpu knows by a name; kernels are compiled for one device of it.
+        memory_bytes: as a GPU's.
         bytes_per_s, flops_per_s: as a GPU's.
     """
 
     name: str
+    device: str
     topology: str
+    memory_bytes: int
     bytes_per_s: float
     flops_per_s: float
     platform: str = "tpu"
@@ -76,9 +82,9 @@ Target: TypeAlias = Gpu | Tpu
 
 TARGETS: tuple[Target, ...] = (
     # 4.3 TB/s and 790 TFLOP/s are what an H200 reaches, not what its sheet says.
-    Gpu("sm_90a", "NVIDIA H200", (9, 0), 132, 228, 4.3e12, 7.9e14),
-    Gpu("sm_80", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 164, 1.9e12, 2.9e14),
+    Gpu("sm_90a", "NVIDIA H200", (9, 0), 132, 228, 141 * 10**9, 4.3e12, 7.9e14),
+    Gpu("sm_80", "NVIDIA A100-SXM4-80GB", (8, 0), 108, 164, 80 * 10**9, 1.9e12, 2.9e14),
     # These are what their data sheets say.
-    Tpu("v5e", "v5e:2x2", 8.2e11, 1.97e14),
-    Tpu("v6e", "v6e:2x2", 1.64e12, 9.18e14),
+    Tpu("v5e", "TPU v5e", "v5e:2x2", 16 * 10**9, 8.2e11, 1.97e14),
+    Tpu("v6e", "TPU v6e", "v6e:2x2", 32 * 10**9, 1.64e12, 9.18e14),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -14,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.check.targets import Tpu
-from pallas_kernels.check.toolchain import Compiled, Kernel, placed, report, require, use_no_device
+from pallas_kernels.check.toolchain import Compiled, Kernel, build, placed, report, require, use_no_device
 
 # What libtpu would else ask a cloud machine for, slowly and with warnings; and two processes may compile at a time.
 SURROUNDINGS = {
@@ -50,6 +51,34 @@ class TpuToolchain:
         start = time.perf_counter()
         made = jax.jit(function).lower(*placed(arguments, here)).compile()
         seconds = time.perf_counter() - start
+        return report(made, parse(made.as_text() or ""), seconds)
+
+    def mesh(
+        self, target: Tpu, shape: tuple[int, ...], names: tuple[str, ...], topology: str | None = None
+    ) -> jax.sharding.Mesh:
+        """As `Toolchain.mesh`; without a topology the mesh's own shape is one."""
+        topology = topology or "x".join(map(str, shape))
+        name, count = f"{target.name}:{topology}", math.prod(shape)
+        try:
+            there = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"libtpu has no topology {name}: {reason}; name one of {count} devices, as {target.topology}"
+            ) from None
+        if len(there.devices) != count:
+            raise ValueError(f"{name} has {len(there.devices)} devices, the mesh {count}; make them equal")
+        return topologies.make_mesh(there, shape, names)
+
+    def compile_on(
+        self,
+        mesh: jax.sharding.Mesh,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        give_up: tuple[int, ...] = (),
+    ) -> Compiled:
+        """As `Toolchain.compile_on`."""
+        made, seconds = build(mesh, function, arguments, give_up)
         return report(made, parse(made.as_text() or ""), seconds)
 
     def _device(self, target: Tpu) -> Any:
