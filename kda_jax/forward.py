@@ -69,8 +69,8 @@ def prefill(
         and with `boundaries` the states there, in the order asked.
 
     Raises:
-        ValueError: tokens of a wrong shape or out of the vocabulary, lengths or boundaries out of range, or a
-            sequence longer than `model_max_length`.
+        ValueError: tokens of a wrong shape, out of the vocabulary or in place of an image, lengths or boundaries out of
+            range, or a sequence longer than `model_max_length`.
     """
     graphdef, params = model if isinstance(model, tuple) else nnx.split(model)
     config = config_of((graphdef, params))
@@ -156,6 +156,11 @@ def check_tokens(tokens: ArrayLike | Sequence, config: ModelConfig, ndim: int) -
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         strange = ids[(ids < 0) | (ids >= config.vocab_size)].flat[0]
         raise ValueError(f"token id {strange} lies outside the vocabulary of {config.vocab_size}")
+    media = config.media_placeholder_token_id
+    if media is not None and (count := np.count_nonzero(ids == media)):
+        raise ValueError(
+            f"the tokens hold {count} image placeholder(s), id {media}; only text can be read: leave images out"
+        )
     return ids.astype(np.int32)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -250,36 +249,3 @@ def test_save_overwrites_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not an empty folder"):
         save(random_model(small_config()), tmp_path / "model")
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine"]
-
-
-MEMORY = """
-import re, sys
-import jax.numpy as jnp
-from kda_jax.weights import load
-from kda_jax.weights.skeleton import parameters
-
-def most(): return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-
-folder, small = sys.argv[1:]
-load(small)
-before = most()
-sizes = [value.nbytes for value in parameters(load(folder, dtype=jnp.float32)).values()]
-print(sum(sizes), max(sizes), most() - before)
-"""
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/status").exists(), reason="reads the kernel's high-water mark of memory"
-)
-def test_peak_memory_is_the_model_and_one_parameter(tmp_path: Path) -> None:
-    experts = dict(num_experts=16, moe_intermediate_size=256, experts_per_token=2)
-    config = small_config(hidden_size=512, vocab_size=8000, layers=("kda",) * 8, mlps=("moe",) * 8, **experts)
-    assert 4 * parameters_and_nbytes(hf_shapes(config))[0] > 200e6
-    for name, sizes in (("large", config), ("small", small_config())):
-        save(random_model(sizes, dtype=jnp.bfloat16), tmp_path / name, max_shard_nbytes=30_000_000)
-    command = [sys.executable, "-c", MEMORY, str(tmp_path / "large"), str(tmp_path / "small")]
-    root = Path(__file__).resolve().parent.parent
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
-    assert result.returncode == 0, result.stderr
-    model, largest, grown = map(int, result.stdout.split())
-    assert grown < model + largest + 16_000_000, f"{grown=} {model=} {largest=}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from kda_jax.commands import run
+from kda_jax.forward import prefill
 from kda_jax.layers import KimiDeltaAttention
 from kda_jax.model import Model
 from kda_jax.weights import WeightsError, load, load_orbax, save, save_orbax
+from kda_jax.weights.files import TensorFiles
 from kda_jax.weights.packed import unpacked
 from kda_jax.weights.skeleton import parameters
 from measure import assert_close
@@ -156,44 +160,25 @@ def _wide(value: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("unpack", [False, True], ids=["packed", "unpacked"])
-def test_tensors_are_read_one_by_one_as_they_are_placed_and_vision_not_at_all(
+def test_every_tensor_is_read_once_and_vision_not_at_all(
     folder: Path, monkeypatch: pytest.MonkeyPatch, unpack: bool
 ) -> None:
-    from kda_jax.weights import files
-
     rewrite(folder, lambda tensors: tensors.update(VISION))
-    wanted = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]) - set(
-        VISION
-    )
+    with TensorFiles(folder) as files:
+        sizes = {name: math.prod(shape) for name, shape in files.shapes.items()}
+    assert sizes.keys() > VISION.keys()
     read: Counter[str] = Counter()
-    open_file = files.opened_file
+    real = TensorFiles.read
 
-    class Watched:
-        def __init__(self, file: Path) -> None:
-            self.tensors = open_file(file)
+    def watched(files: TensorFiles, name: str, rows: slice, columns: slice, into: np.ndarray) -> None:
+        read[name] += into.size
+        real(files, name, rows, columns, into)
 
-        def __enter__(self) -> Watched:
-            self.tensors.__enter__()
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            self.tensors.__exit__(*error)
-
-        def keys(self) -> Any:
-            return self.tensors.keys()
-
-        def get_slice(self, name: str) -> Any:
-            return self.tensors.get_slice(name)
-
-        def get_tensor(self, name: str) -> Any:
-            read[name] += 1
-            return self.tensors.get_tensor(name)
-
-    monkeypatch.setattr(files, "opened_file", Watched)
+    monkeypatch.setattr(TensorFiles, "read", watched)
     load(folder, unpack=unpack)
-    assert set(read) == wanted
-    assert {name for name, count in read.items() if count > 1} == {
-        f"language_model.model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in (0, 2)
+    twice = {f"language_model.model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in (0, 2)}
+    assert read == {
+        name: size * (2 if name in twice else 1) for name, size in sizes.items() if name not in VISION
     }
 
 
@@ -244,3 +229,25 @@ def test_what_does_not_fit_is_named(
     rewrite(folder, spoil)
     with pytest.raises(WeightsError, match=words):
         load(folder, unpack=unpack)
+
+
+def test_a_model_of_unpacked_experts_gives_the_logits_of_the_packed_one(folder: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 67, (1, 40), np.int32)
+    packed, plain = (load(folder, dtype="float32", unpack=unpack) for unpack in (False, True))
+    assert plain.config.quantization is None
+    assert_close("logits", prefill(plain, tokens)[0], prefill(packed, tokens)[0], 2e-6)
+
+
+def test_convert_writes_experts_out_on_request(
+    model: Model, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["convert", str(folder), str(tmp_path / "plain"), "--to", "hf", "--unpack"]) == 0
+    want, got = parameters(load(folder, unpack=True)), parameters(load(tmp_path / "plain"))
+    assert_same(want, got)
+    assert run(["convert", str(folder), str(tmp_path / "packed"), "--to", "hf"]) == 0
+    assert_same(parameters(model), parameters(load(tmp_path / "packed")))
+    save_orbax(model, tmp_path / "orbax")
+    capsys.readouterr()
+    assert run(["convert", str(tmp_path / "orbax"), str(tmp_path / "no"), "--unpack"]) == 1
+    assert "--unpack takes one in Hugging Face's layout" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()

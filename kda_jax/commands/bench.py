@@ -1,4 +1,4 @@
-"""`bench ops`, `bench model`, `bench cache` and `bench transfer`: the benchmarks beside the package in a checkout."""
+"""`bench ops`, `model`, `cache`, `transfer` and `import`: the benchmarks beside the package in a checkout."""
 
 from __future__ import annotations
 
@@ -77,3 +77,14 @@ def cache(
 def transfer(json: Json = None, quick: Quick = False) -> None:
     """Move checkpoints through every store, beside plain copies and Mooncake's own calls."""
     _run("transfer", json, quick=quick)
+
+
+@bench.command(name="import")
+def import_(
+    gb: Annotated[float, typer.Option(min=0.0, help="Size of the checkpoint, in 10^9 bytes.")] = 2.0,
+    shards: Annotated[int, typer.Option(min=1, help="Files that it has.")] = 16,
+    json: Json = None,
+    quick: Quick = False,
+) -> None:
+    """Load a random checkpoint in Kimi K3's layout: peak of memory, and time beside a plain read."""
+    _run("importing", json, gb=gb, shards=shards, quick=quick)

@@ -38,6 +38,9 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+Unpack = Annotated[bool, typer.Option("--unpack", help="Write MXFP4 experts out as plain numbers.")]
+
+
 def convert(
     source: Annotated[Path, typer.Argument(help="The checkpoint to read.")],
     target: Annotated[Path, typer.Argument(help="The folder to write; it must not exist yet.")],
@@ -45,6 +48,7 @@ def convert(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of the parameters (default: as they are stored).")
     ] = None,
+    unpack: Unpack = False,
 ) -> None:
     """Read a checkpoint in either layout, Hugging Face's or Orbax's, and write it in the other."""
     import kda_jax
@@ -55,7 +59,13 @@ def convert(
         raise CommandError(f"{target} exists already; name a new folder")
     is_hf = any(source.glob("*.safetensors*"))
     to = to or (Layout.orbax if is_hf else Layout.hf)
-    model = (kda_jax.load if is_hf else kda_jax.load_orbax)(source, dtype=dtype and dtype.value)
+    if unpack and not is_hf:
+        raise CommandError(f"{source} is an Orbax checkpoint; --unpack takes one in Hugging Face's layout")
+    held_in = dtype and dtype.value
+    if is_hf:
+        model = kda_jax.load(source, dtype=held_in, unpack=unpack)
+    else:
+        model = kda_jax.load_orbax(source, dtype=held_in)
     (kda_jax.save if to is Layout.hf else kda_jax.save_orbax)(model, target)
     for name in BESIDE:
         if (source / name).is_file():

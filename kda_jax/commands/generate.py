@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kda_jax.commands.convert import Dtype
+from kda_jax.commands.convert import Dtype, Unpack
 from kda_jax.commands.errors import CommandError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def generate(
     ] = None,
     save_state: Annotated[Path | None, typer.Option(help="Save the state at the end here.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of the model (default: as stored).")] = None,
+    unpack: Unpack = False,
 ) -> None:
     """Continue a text, from its beginning or from a saved state."""
     import kda_jax
@@ -43,7 +44,7 @@ def generate(
     text = _text(prompt, prompt_file, token_ids)
     if not model.exists():
         raise CommandError(f"no such path: {model}; give a folder with config.json and model.safetensors")
-    loaded = kda_jax.load(model, dtype=dtype and dtype.value)
+    loaded = kda_jax.load(model, dtype=dtype and dtype.value, unpack=unpack)
     if text is None:
         tokenizer, ids = None, _ids(token_ids or "")
     else:

@@ -52,6 +52,7 @@ _LINEAR: tuple[tuple[str, str], ...] = (
 )
 _KIND_OF_HF = {"linear_attention": "kda", "full_attention": "mla"}
 _HF_OF_KIND = {kind: name for name, kind in _KIND_OF_HF.items()}
+_OF_THE_WHOLE = ("quantization_config", "media_placeholder_token_id")  # what K3 says beside its text_config
 _K3_KEYS = ("attn_res_block_size", "routed_expert_hidden_size", "latent_moe_use_norm", "mla_use_output_gate")
 # What these keys must hold when they are present: other values ask for arithmetic that no Kimi model has.
 _FIXED: tuple[tuple[str, Any], ...] = (
@@ -76,7 +77,8 @@ def fields_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = config.get("model_type")
     if kind == "kimi_k3" or (kind is None and "text_config" in config):
         text = dict(config.get("text_config") or {})
-        text.setdefault("quantization_config", config.get("quantization_config"))
+        for key in _OF_THE_WHOLE:
+            text.setdefault(key, config.get(key))
     elif kind == "kimi_linear":
         text = dict(config)
     else:
@@ -106,6 +108,7 @@ def fields_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     fields["layers"] = _attention_kinds(text, linear)
     fields["mlps"] = _mlp_kinds(text)
     fields |= _activation(text)
+    fields["media_placeholder_token_id"] = text.get("media_placeholder_token_id")
     fields["quantization"] = _quantization(text.get("quantization_config"))
     eos = text.get("eos_token_id")
     fields["eos_token_id"] = tuple(eos) if isinstance(eos, list) else eos
@@ -228,6 +231,8 @@ def hf_from_config(config: ModelConfig) -> dict[str, Any]:
         "model_type": "kimi_k3",
         "text_config": text,
     }
+    if config.media_placeholder_token_id is not None:
+        whole["media_placeholder_token_id"] = config.media_placeholder_token_id
     if config.quantization is not None:
         whole["quantization_config"] = {
             "quant_method": "compressed-tensors",

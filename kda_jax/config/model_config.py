@@ -73,6 +73,9 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    media_placeholder_token_id: int | None = (
+        None  # stands for a piece of an image; prompts with it are refused
+    )
 
     def __post_init__(self) -> None:
         if self.kda_v_head_dim is None:
@@ -152,7 +155,7 @@ class ModelConfig:
             num_experts=896, experts_per_token=16, moe_intermediate_size=3072, num_shared_experts=2,
             attn_res_block_size=12, routed_expert_hidden_size=3584, latent_moe_norm=True,
             situ_beta=4.0, situ_linear_beta=25.0, quantization="mxfp4",
-            bos_token_id=163584, eos_token_id=163586, pad_token_id=163839,
+            bos_token_id=163584, eos_token_id=163586, pad_token_id=163839, media_placeholder_token_id=163605,
         )  # fmt: skip
 
     @classmethod

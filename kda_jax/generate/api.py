@@ -74,8 +74,8 @@ def generate(
         state: what was absorbed before the prompt; it is left as it was. One row.
 
     Raises:
-        ValueError: an empty prompt, ids out of the vocabulary, a prompt longer than the model takes, numbers
-            out of range, or `stop` without a tokenizer.
+        ValueError: an empty prompt, ids out of the vocabulary or in place of an image, a prompt longer than the model
+            takes, numbers out of range, or `stop` without a tokenizer.
     """
     pieces = stream(
         model,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
+
+MEDIA_PLACEHOLDER = "<|media_pad|>"
+"""Kimi's special token for a piece of an image or a video."""
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # Unicode promises that these are no characters
 
@@ -40,6 +43,22 @@ class Escapes:
     def _replace(self, match: re.Match[str]) -> str:
         self._hidden.append(match[0])
         return f"{_OPEN}{len(self._hidden) - 1}{_CLOSE}"
+
+
+def refuse_media(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Looks for images and videos among the parts of messages, as chat interfaces write them ("type": "image_url").
+
+    Raises:
+        ValueError: if there is one.
+    """
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            kind = str(part.get("type")) if isinstance(part, Mapping) else ""
+            if kind.removeprefix("input_").startswith(("image", "video")):
+                raise ValueError(
+                    f"a message holds a part of type {kind!r}; only text can be read: leave images out"
+                )
 
 
 def render(template: str, **variables: Any) -> str:

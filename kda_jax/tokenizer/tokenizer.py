@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kda_jax.tokenizer.chat import Escapes, render
+from kda_jax.tokenizer.chat import MEDIA_PLACEHOLDER, Escapes, refuse_media, render
 from kda_jax.tokenizer.codecs import NUM_RESERVED, ByteCodec, Codec, JsonCodec, TiktokenCodec, reserved
 
 
@@ -68,6 +68,9 @@ class Tokenizer:
         Args:
             text: what to encode.
             parse_special: read special tokens where the text spells them. Only for text that is trusted.
+
+        Raises:
+            ValueError: if one of those special tokens stands for an image.
         """
         return list(self._encode_parts(text, None)) if parse_special else self._codec.encode(text)
 
@@ -113,10 +116,12 @@ class Tokenizer:
             variables: more names for the template.
 
         Raises:
-            ValueError: if the model has no template, or the template refuses the conversation.
+            ValueError: if the model has no template, the template refuses the conversation, or there is an image in
+                it.
         """
         if self.chat_template is None:
             raise ValueError("this tokenizer has no chat template; encode the prompt as text")
+        refuse_media(messages)
         escapes = Escapes(self._special)
         text = render(
             self.chat_template,
@@ -131,6 +136,10 @@ class Tokenizer:
 
     def _encode_parts(self, text: str, escapes: Escapes | None) -> Iterator[int]:
         for part in self._special.split(text):
+            if part == MEDIA_PLACEHOLDER and part in self.special_tokens:
+                raise ValueError(
+                    f"the prompt holds an image placeholder, {part}; only text can be read: leave images out"
+                )
             if part in self.special_tokens:
                 yield self.special_tokens[part]
             elif part:

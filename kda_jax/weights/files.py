@@ -1,11 +1,12 @@
-"""The files of a Hugging Face checkpoint: a config, and safetensors files read tensor by tensor."""
+"""The files of a Hugging Face checkpoint: a config, and safetensors files read in parts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,7 @@ from kda_jax.weights.errors import WeightsError
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_LENGTH_NBYTES = 8  # of the header's length, in front of it
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 @runtime_checkable
 class Tensors(Protocol):
-    """Tensors by name, read one by one.
+    """Tensors by name, read in parts. Each is seen as a matrix: its first axis, and all others as columns.
 
     Attributes:
         shapes: name -> shape.
@@ -67,13 +69,27 @@ class Tensors(Protocol):
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields tensors in any order; each is read when it is asked for."""
+    def read(self, name: str, rows: slice, columns: slice, into: np.ndarray) -> None:
+        """Reads a part of a tensor.
+
+        Args:
+            name: the tensor.
+            rows, columns: which part; both ends are numbers.
+            into: as many values of the tensor's dtype, contiguous, of any shape.
+        """
         ...
 
 
+class Place(NamedTuple):
+    """Where a tensor lies: a file, and the number of bytes before it."""
+
+    file: str
+    offset: int
+
+
 class TensorFiles:
-    """The tensors of a folder by name. No file stays open or mapped: a mapped page counts as memory in use.
+    """The tensors of a folder by name. Nothing is mapped, since a mapped page counts as memory in use: bytes are read
+    to where they are wanted. Files stay open until the `with` block ends.
 
     Attributes:
         shapes: name -> shape.
@@ -87,28 +103,65 @@ class TensorFiles:
     def __init__(self, directory: str | Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self._file_of: dict[str, Path] = {}
+        self._places: dict[str, Place] = {}
+        self._open: dict[str, FileIO] = {}
         directory = Path(directory)
         promised = _weight_map(directory)
         for file in sorted(set(promised.values())):
-            with opened_file(directory / file) as tensors:
-                for name in tensors.keys():
-                    tensor = tensors.get_slice(name)
-                    self.shapes[name] = tuple(tensor.get_shape())
-                    self.dtypes[name] = tensor.get_dtype()
-                    self._file_of[name] = directory / file
+            path = str(directory / file)
+            for name, (dtype, shape, offset) in _header(directory / file).items():
+                self.shapes[name], self.dtypes[name] = shape, dtype
+                self._places[name] = Place(path, offset)
         if lost := sorted(name for name in promised if name and name not in self.shapes):
             raise WeightsError(f"{directory / INDEX_FILE} names tensors that its files lack", missing=lost)
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields tensors, those of one file together; each is read when it is asked for."""
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self._file_of[name], []).append(name)
-        for file, wanted in by_file.items():
-            with opened_file(file) as tensors:
-                for name in wanted:
-                    yield name, tensors.get_tensor(name)
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def read(self, name: str, rows: slice, columns: slice, into: np.ndarray) -> None:
+        """As `Tensors.read`: whole rows in one piece, parts of rows one by one.
+
+        Raises:
+            WeightsError: if the file has become shorter than it was.
+        """
+        place, width = self._places[name], math.prod(self.shapes[name][1:])
+        target, itemsize = into.reshape(-1).view(np.uint8), into.itemsize
+        if columns == slice(0, width):
+            self._read_bytes(place, rows.start * width * itemsize, target)
+            return
+        for row, part in zip(range(rows.start, rows.stop), np.split(target, rows.stop - rows.start)):
+            self._read_bytes(place, (row * width + columns.start) * itemsize, part)
+
+    def _read_bytes(self, place: Place, start: int, into: np.ndarray) -> None:
+        file = self._open.get(place.file)
+        if file is None:
+            file = self._open[place.file] = open(place.file, "rb", buffering=0)
+        file.seek(place.offset + start)
+        done = 0
+        while done < len(into):
+            count = file.readinto(into[done:].data)
+            if not count:
+                raise WeightsError(f"{place.file} has become shorter while it was read")
+            done += count
+
+
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Name -> dtype, shape and offset in the file, of a file whose header and length the library has checked."""
+    with opened_file(file):
+        pass
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(_LENGTH_NBYTES), "little")
+        fields = json.loads(stream.read(size))
+    fields.pop("__metadata__", None)
+    begin = _LENGTH_NBYTES + size
+    return {
+        name: (field["dtype"], tuple(field["shape"]), begin + field["data_offsets"][0])
+        for name, field in fields.items()
+    }
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
@@ -121,7 +174,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
             or {type(x) for x in weight_map.values()} != {str}
         ):
             raise WeightsError(f"{directory / INDEX_FILE} has no weight_map from tensors to files")
-        if lost := sorted({file for file in weight_map.values() if not (directory / file).exists()}):
+        if lost := sorted(file for file in set(weight_map.values()) if not (directory / file).exists()):
             raise WeightsError(f"{directory / INDEX_FILE} names files that are not there: {', '.join(lost)}")
         return weight_map
     if (directory / SINGLE_FILE).exists():

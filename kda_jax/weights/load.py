@@ -5,48 +5,44 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from kda_jax.config import ModelConfig
 from kda_jax.model import Model
 from kda_jax.weights.errors import WeightsError
 from kda_jax.weights.files import TensorFiles, Tensors, read_config
-from kda_jax.weights.names import Target, Tensor, canonical, fused_tensors, tensors, tied_head
+from kda_jax.weights.names import canonical, fused_tensors, tensors, tied_head
 from kda_jax.weights.packed import UnpackedFiles, has_packed_experts
+from kda_jax.weights.parts import NUMPY_DTYPES, Parts, Source, whole_box
 from kda_jax.weights.skeleton import assemble
 from kda_jax.weights.table import BFLOAT16_KIND, FLOAT32_KIND, PACKED_KIND, SCALE_KIND
-from kda_jax.weights.transforms import TRANSFORMS, fits, padding
+from kda_jax.weights.transforms import fits
 
-STORED_DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
-_CHECKED_AT_ONCE = 1 << 20
-_ALIGNMENT = 64  # bytes
-
-
-class Source(NamedTuple):
-    """A tensor in the files, and which of its targets is meant."""
-
-    name: str
-    tensor: Tensor
-    which: int
-
-
+STORED_DTYPES = {name: NUMPY_DTYPES[name] for name in ("F32", "BF16", "F16")}
 Plan = dict[str, list[Source]]
+ShardingOf = Callable[[str, jax.ShapeDtypeStruct], Sharding]
 
 
-def load(path: str | Path, dtype: DTypeLike | None = None, *, unpack: bool = False) -> Model:
+def load(
+    path: str | Path,
+    dtype: DTypeLike | None = None,
+    *,
+    unpack: bool = False,
+    sharding_of: ShardingOf | None = None,
+) -> Model:
     """Loads a Kimi Linear or Kimi K3 model from a folder in Hugging Face's layout.
 
-    The model is built from shapes alone and filled parameter by parameter, each tensor read when its place is made:
-    the peak of host memory is the model plus its largest parameter. Of K3's checkpoints the text model is loaded; the
-    vision tower's tensors are set aside. Shows a progress bar when stderr is a terminal.
+    The model is built from shapes alone and filled parameter by parameter, each tensor read to where it stays: the
+    peak of host memory is the model and a buffer smaller than its largest tensor. Of K3's checkpoints the text model is
+    loaded; the vision tower's tensors are set aside. Shows a progress bar when stderr is a terminal.
 
     Args:
         path: folder with `config.json` and `model.safetensors`, or an index and its shards; stored as
@@ -56,30 +52,64 @@ def load(path: str | Path, dtype: DTypeLike | None = None, *, unpack: bool = Fal
             beside an embedding of 16 bits.
         unpack: write MXFP4 experts out in `dtype`, as training wants them: bfloat16 and float32 hold every value.
             Otherwise they stay packed, and are unpacked one by one as tokens reach them.
+        sharding_of: (path of a parameter, its shape and dtype) -> how it lies on the devices. Each process then reads
+            what its own devices hold, and nothing else of the files. None puts all of it on the default device.
 
     Raises:
         WeightsError: once, with everything that is wrong with the files: tensors missing, surplus, of the
             wrong shape, or holding NaN or infinity; or what else keeps them from being read.
     """
-    config, files = read_config(path), TensorFiles(path)
-    if has_packed_experts(files):
-        config, files = _of_packed(config, files, unpack, str(path))
-    plan = match(config, files.shapes, str(path))
-    dtype = _dtype(dtype, files, plan)
-    nonfinite: list[str] = []
-    with _progress(len(plan)) as advance:
+    config = read_config(path)
+    with TensorFiles(path) as stored:
+        files: Tensors = stored
+        if has_packed_experts(files):
+            config, files = _of_packed(config, files, unpack, str(path))
+        plan = match(config, files.shapes, str(path))
+        dtype = _dtype(dtype, files, plan)
+        with _progress(_nbytes(files, plan.values())) as (advance, reach):
+            parts, done = Parts(files, config, advance), 0
 
-        def value_of(param: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
-            if _stays_float32(plan[param], files, plan):
-                shape = jax.ShapeDtypeStruct(shape.shape, jnp.float32)
-            value = _fill(plan[param], files, config, shape, nonfinite)
-            advance()
-            return value
+            def value_of(param: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
+                nonlocal done
+                sources = plan[param]
+                if _stays_float32(sources, files, plan):
+                    shape = jax.ShapeDtypeStruct(shape.shape, jnp.float32)
+                sharding = None if sharding_of is None else sharding_of(param, shape)
+                value = _place(parts, sources, shape, sharding)
+                done += _nbytes(files, [sources])
+                reach(done)
+                return value
 
-        model = assemble(config, dtype, value_of)
-    if nonfinite:
-        raise WeightsError(f"{path} cannot be loaded as {jnp.dtype(dtype).name}", nonfinite=nonfinite)
+            model = assemble(config, dtype, value_of)
+    if parts.nonfinite:
+        raise WeightsError(f"{path} cannot be loaded as {jnp.dtype(dtype).name}", nonfinite=parts.nonfinite)
     return model
+
+
+def _nbytes(files: Tensors, sources: Iterable[list[Source]]) -> int:
+    """Bytes of the tensors that fill parameters, as often as they are read."""
+    return sum(
+        math.prod(files.shapes[source.name]) * jnp.dtype(NUMPY_DTYPES[files.dtypes[source.name]]).itemsize
+        for each in sources
+        for source in each
+    )
+
+
+def _place(
+    parts: Parts, sources: list[Source], shape: jax.ShapeDtypeStruct, sharding: Sharding | None
+) -> jax.Array:
+    """A parameter on its devices. What several of them hold is read once."""
+    if sharding is None:
+        return jax.block_until_ready(jax.device_put(parts.read(sources, shape, whole_box(shape.shape))))
+    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        ends = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape.shape))
+        if ends not in read:
+            read[ends] = parts.read(sources, shape, tuple(slice(*pair) for pair in ends))
+        return read[ends]
+
+    return jax.block_until_ready(jax.make_array_from_callback(shape.shape, sharding, part))
 
 
 def _of_packed(config: ModelConfig, files: Tensors, unpack: bool, where: str) -> tuple[ModelConfig, Tensors]:
@@ -168,63 +198,19 @@ def _stays_float32(sources: list[Source], files: Tensors, plan: Plan) -> bool:
     return all(s.tensor.transform in ("same", "conv") and files.dtypes[s.name] == "F32" for s in sources)
 
 
-def _fill(
-    sources: list[Source],
-    files: Tensors,
-    config: ModelConfig,
-    shape: jax.ShapeDtypeStruct,
-    nonfinite: list[str],
-) -> jax.Array:
-    values = _aligned(shape.shape, np.dtype(shape.dtype))
-    by_name = {source.name: source for source in sources}
-    filled: set[Target] = set()
-    for name, stored in files.read(by_name):
-        _, tensor, which = by_name[name]
-        target = tensor.targets[which]
-        place = target.of(values)
-        with np.errstate(over="ignore"):  # what overflows is found below
-            value = TRANSFORMS[tensor.transform].to_ours(stored, config)[which]
-            if target not in filled:
-                place[...] = value
-            elif not np.array_equal(place, value.astype(place.dtype)):
-                raise WeightsError(f"{name} differs from the embedding that the config ties it to")
-        filled.add(target)
-        beyond = padding(tensor.transform, stored, config)
-        if not _finite(place, tensor.kind) or not _finite(beyond, tensor.kind):
-            nonfinite.append(name)
-        elif beyond.any():
-            raise WeightsError(
-                f"{name}: shape {list(stored.shape)} for {config.kda_value_heads} heads, but the values "
-                "beyond them are not zeros"
-            )
-        del stored, value
-    return jax.block_until_ready(jax.device_put(values))
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array without values at an address from which XLA's CPU client takes it over without a copy."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def _finite(values: np.ndarray, stored: str) -> bool:
-    """Whether no exponent is all ones, looked up in the bits: numpy has no fast test for bfloat16."""
-    if stored in (PACKED_KIND, SCALE_KIND):
-        return stored == PACKED_KIND or not (values == 255).any()
-    kind = jnp.finfo(values.dtype)
-    mask = np.array(((1 << kind.nexp) - 1) << kind.nmant, f"u{values.dtype.itemsize}")
-    rows = max(1, _CHECKED_AT_ONCE // max(1, values[:1].size))
-    bits = values.view(mask.dtype)
-    return not any((bits[i : i + rows] & mask == mask).any() for i in range(0, len(bits), rows))
-
-
 @contextmanager
-def _progress(total: int) -> Iterator:
+def _progress(total: int) -> Iterator[tuple[Callable[[int], object], Callable[[int], object]]]:
+    """Yields two functions for a bar of `total` bytes, told how many are new, and how many are done in all."""
+    if not sys.stderr.isatty():
+        yield lambda count: None, lambda done: None
+        return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=total)
-        yield lambda: progress.advance(task)
+        yield (
+            lambda count: progress.advance(task, count),
+            lambda done: progress.update(task, completed=done),
+        )

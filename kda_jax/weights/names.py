@@ -43,6 +43,15 @@ class Target(NamedTuple):
     stop: int | None
     by_rows: bool = False
 
+    def box(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """That part as slices of a parameter of this shape; the expert's axis stays, of length 1."""
+        box = [slice(0, size) for size in shape]
+        if self.expert is not None:
+            box[0] = slice(self.expert, self.expert + 1)
+        if self.stop is not None:
+            box[-2 if self.by_rows else -1] = slice(self.start, self.stop)
+        return tuple(box)
+
     def of(self, parameter: np.ndarray) -> np.ndarray:
         """A view of that part."""
         part = parameter if self.expert is None else parameter[self.expert]

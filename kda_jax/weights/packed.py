@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import numpy as np
 
 from kda_jax.weights.files import Tensors
@@ -53,17 +51,18 @@ class UnpackedFiles:
             and self.dtypes[packed] == self.dtypes[scale] == "U8"
         )
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """As `Tensors.read`; the two halves of a matrix may lie in different files."""
-        plain_of = {part: name for name in names for part in self._parts.get(name, (name,))}
-        waiting: dict[str, dict[str, np.ndarray]] = {}
-        for part, value in self._files.read(plain_of):
-            name = plain_of[part]
-            if name == part:
-                yield name, value
-                continue
-            halves = waiting.setdefault(name, {})
-            halves[part] = value
-            if len(halves) == 2:
-                del waiting[name]
-                yield name, unpacked(*(halves[half] for half in self._parts[name]))
+    def read(self, name: str, rows: slice, columns: slice, into: np.ndarray) -> None:
+        """As `Tensors.read`; what is unpacked is whole blocks of columns."""
+        if name not in self._parts:
+            self._files.read(name, rows, columns, into)
+            return
+        first, last = columns.start // BLOCK, -(-columns.stop // BLOCK)
+        count = rows.stop - rows.start
+        packed = np.empty((count, (last - first) * BLOCK // 2), np.uint8)
+        scale = np.empty((count, last - first), np.uint8)
+        packed_name, scale_name = self._parts[name]
+        self._files.read(packed_name, rows, slice(first * BLOCK // 2, last * BLOCK // 2), packed)
+        self._files.read(scale_name, rows, slice(first, last), scale)
+        begin = columns.start - first * BLOCK
+        values = unpacked(packed, scale)[:, begin : begin + columns.stop - columns.start]
+        into.reshape(values.shape)[...] = values

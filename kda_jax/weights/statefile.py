@@ -25,7 +25,13 @@ from kda_jax.weights.files import opened_file
 FORMAT, VERSION = "kda-jax state", 1
 _KEY = "kda-jax"
 # what may differ between two configs whose states mean the same
-_NO_ARITHMETIC = ("bos_token_id", "eos_token_id", "pad_token_id", "model_max_length")
+_NO_ARITHMETIC = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "media_placeholder_token_id",
+    "model_max_length",
+)
 
 
 def save_state(

@@ -19,12 +19,22 @@ class Transform(NamedTuple):
     """Both ways between a tensor and the parameters it fills.
 
     Attributes:
-        to_ours: (tensor, config) -> one array for each target.
+        to_ours: (tensor, or some of its rows, config) -> one array for each target.
         from_ours: (arrays, shape of the tensor, config) -> tensor.
+        rows_axis: axis of those arrays along which the tensor's rows lie, so that some rows make some of it; None for
+            small tensors that are taken whole.
+        columns_axis: the same of the columns of a tensor of two axes.
     """
 
     to_ours: Callable[[np.ndarray, ModelConfig], Arrays]
     from_ours: Callable[[Arrays, tuple[int, ...], ModelConfig], np.ndarray]
+    rows_axis: int | None = None
+    columns_axis: int | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether a tensor of one or two axes is the array that it makes."""
+        return (self.rows_axis, self.columns_axis) == (0, 1)
 
 
 def _heads_from(arrays: Arrays, shape: tuple[int, ...], config: ModelConfig) -> np.ndarray:
@@ -36,7 +46,7 @@ def _heads_from(arrays: Arrays, shape: tuple[int, ...], config: ModelConfig) -> 
 
 def _split_key_and_value_heads(tensor: np.ndarray, config: ModelConfig) -> Arrays:
     nope = config.qk_nope_head_dim
-    heads = tensor.reshape(config.num_heads, nope + config.v_head_dim, config.kv_lora_rank)
+    heads = tensor.reshape(-1, nope + config.v_head_dim, config.kv_lora_rank)
     return heads[:, :nope], heads[:, nope:].transpose(0, 2, 1)
 
 
@@ -46,15 +56,17 @@ def _join_key_and_value_heads(arrays: Arrays, shape: tuple[int, ...], config: Mo
 
 
 TRANSFORMS: dict[str, Transform] = {
-    "same": Transform(lambda x, config: (x,), lambda arrays, shape, config: arrays[0]),
+    "same": Transform(lambda x, config: (x,), lambda arrays, shape, config: arrays[0], 0, 1),
     # packed experts keep PyTorch's [out, in]
-    "rows": Transform(lambda x, config: (x,), lambda arrays, shape, config: arrays[0]),
-    "matrix": Transform(lambda x, config: (x.T,), lambda arrays, shape, config: arrays[0].T),
+    "rows": Transform(lambda x, config: (x,), lambda arrays, shape, config: arrays[0], 0, 1),
+    "matrix": Transform(lambda x, config: (x.T,), lambda arrays, shape, config: arrays[0].T, 1, 0),
     # [C, 1, W] <-> [W, C]
-    "conv": Transform(lambda x, config: (x[:, 0].T,), lambda arrays, shape, config: arrays[0].T[:, None]),
+    "conv": Transform(lambda x, config: (x[:, 0].T,), lambda arrays, shape, config: arrays[0].T[:, None], 1),
     # [E, out, in] <-> [E, in, out]
     "stacked": Transform(
-        lambda x, config: (x.transpose(0, 2, 1),), lambda arrays, shape, config: arrays[0].transpose(0, 2, 1)
+        lambda x, config: (x.transpose(0, 2, 1),),
+        lambda arrays, shape, config: arrays[0].transpose(0, 2, 1),
+        0,
     ),
     # A_log: [HV], [1, 1, HV, 1] or padded with zeros <-> [HV]
     "heads": Transform(lambda x, config: (x.reshape(-1)[: config.kda_value_heads],), _heads_from),
@@ -64,7 +76,7 @@ TRANSFORMS: dict[str, Transform] = {
         lambda arrays, shape, config: arrays[0].reshape(shape),
     ),
     # kv_b_proj: rows of a head are its keys, then its values; [H*(N+v), R] <-> w_uk [H, N, R], w_uv [H, R, v]
-    "key_and_value_heads": Transform(_split_key_and_value_heads, _join_key_and_value_heads),
+    "key_and_value_heads": Transform(_split_key_and_value_heads, _join_key_and_value_heads, 0),
 }
 
 
