@@ -71,18 +71,19 @@ def best_rates(rates: Table) -> Table:
 
     Source: Gittins, "Bandit processes and dynamic allocation indices", 1979.
     """
-    used = rates * _WIDTHS
+    rates, widths = np.ascontiguousarray(rates.T), _WIDTHS[:, None]  # [bins, classes], in long runs
+    used = rates * widths
     stays, seconds = np.exp(-used), -np.expm1(-used) / rates
     unused = np.exp(-used / 2)
     time = -np.expm1(-used / 2) / rates
     best = rates.copy()
     for ahead in range(1, NUM_BINS):
         # to the end of the bin that lies so many ahead, from each that has one there
-        alive, spent = unused[:, :-ahead], time[:, :-ahead]
-        spent += alive * seconds[:, ahead:]
-        alive *= stays[:, ahead:]
-        np.maximum(best[:, :-ahead], (1 - alive) / spent, out=best[:, :-ahead])
-    return best
+        alive, spent = unused[:-ahead], time[:-ahead]
+        spent += alive * seconds[ahead:]
+        alive *= stays[ahead:]
+        np.maximum(best[:-ahead], (1 - alive) / spent, out=best[:-ahead])
+    return best.T
 
 
 class Known(NamedTuple):
@@ -145,11 +146,10 @@ class ReuseRates:
         """A boundary takes its place in a bin."""
         self._note(self.came, row * NUM_BINS + age_bin, at)
 
-    def age(self, row: int, age_bin: int, at: float) -> None:
-        """A boundary comes into a bin from the bin before it."""
-        cell = row * NUM_BINS + age_bin
-        total, number = self.aged.get(cell, _NOTHING)
-        self._journal.put(self.aged, cell, (total + at, number + 1))
+    def age(self, row: int, age_bin: int, at: float) -> float:
+        """A boundary comes into a bin from the bin before it; its rate there."""
+        self._note(self.aged, row * NUM_BINS + age_bin, at)
+        return self.rate(row, age_bin)
 
     def leave(self, row: int, age_bin: int, at: float, *, used: bool = False) -> None:
         """A boundary leaves a bin, because it was used or for another reason."""

@@ -1,0 +1,58 @@
+"""When boundaries grow older, without a look at all of them."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from cache.retention.forest import Remembered
+from cache.retention.rates import EDGES, NUM_BINS
+
+Entry = tuple[float, bytes]
+"""When an age began, and whose it is."""
+
+
+class Ages:
+    """Who comes into the next bin of age, and when. Guesses, and no part of a version: each is looked up before it is
+    believed.
+
+    Whose age began first leaves a bin first, so that each bin is a queue. None leaves the last one.
+    """
+
+    def __init__(self, members: Mapping[bytes, Remembered]) -> None:
+        """`members` are those that are laid out, by key."""
+        self._members = members
+        self._queues: list[deque[Entry]] = [deque() for _ in range(NUM_BINS - 1)]
+
+    def note(self, member: Remembered) -> None:
+        """A boundary is in another bin, or its age began anew."""
+        self._join(member.stage[0], (member.since, member.key))
+
+    def rebuild(self) -> None:
+        """Knows all members, and nobody else."""
+        for queue in self._queues:
+            queue.clear()
+        for member in sorted(self._members.values(), key=lambda each: (each.since, each.key)):
+            self.note(member)
+
+    def advance(self, now: float) -> Iterator[tuple[Remembered, int, float]]:
+        """Who comes into which bin until now, and when. It is there before the next one is asked for."""
+        members = self._members
+        for age_bin, queue in enumerate(self._queues):
+            ends = EDGES[age_bin + 1]
+            while queue and queue[0][0] + ends <= now:
+                entry = queue.popleft()
+                member = members.get(entry[1])
+                if member is not None and member.since == entry[0] and member.stage[0] == age_bin:
+                    yield member, age_bin + 1, entry[0] + ends
+                    self._join(age_bin + 1, entry)
+
+    def _join(self, age_bin: int, entry: Entry) -> None:
+        if age_bin == len(self._queues):
+            return
+        queue = self._queues[age_bin]
+        if queue and entry < queue[-1]:  # who went back to an older version, and what began in one moment
+            insort(queue, entry)
+        else:
+            queue.append(entry)
