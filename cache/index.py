@@ -138,12 +138,12 @@ class Index(NamedTuple):
     def hold(self, boundary: int, tier: Tier) -> Index:
         """A tier holds the checkpoint of a boundary and all pages before it."""
         nodes, bit, at = self.nodes.mutate(), tier.bit, boundary
-        node, more = nodes[at]._replace(states=nodes[at].states | bit), 0
+        node, more, states = nodes[at], 0, nodes[at].states | bit
         while at and not node.rows & bit:
-            nodes[at] = node.with_user(tier, more, node.rows | bit)
-            at, more = node.parent, 1
+            nodes[at] = node.with_user(tier, more, node.rows | bit, states)
+            at, more, states = node.parent, 1, None
             node = nodes[at]
-        nodes[at] = node.with_user(tier, more)
+        nodes[at] = node.with_user(tier, more, None, states)
         return self._with(nodes)
 
     def release(self, boundary: int, tier: Tier) -> tuple[Index, tuple[bytes, ...]]:
@@ -154,7 +154,8 @@ class Index(NamedTuple):
             The new index and the names of the pages that the tier gives up.
         """
         nodes = self.nodes.mutate()
-        nodes[boundary] = nodes[boundary]._replace(states=nodes[boundary].states & ~tier.bit)
+        node = nodes[boundary]
+        nodes[boundary] = node.with_user(tier, 0, states=node.states & ~tier.bit)
         freed = trim(nodes, boundary, tier)
         return self._with(nodes), freed
 
