@@ -144,9 +144,10 @@ class Forest:
 
     def settle(self, member: Remembered, stage: tuple[int, float]) -> None:
         """Another stage, of which its server hears."""
-        change = stage[1] - member.stage[1]
-        self._journal.set(member, "stage", stage)
-        self.pending[member.server] = self.pending.get(member.server, 0.0) + change
+        was, server = member.stage, member.server
+        self._journal.undo.append((member, "stage", was, True))
+        member.stage = stage
+        self.pending[server] = self.pending.get(server, 0.0) + (stage[1] - was[1])
 
     def pay(self) -> None:
         """Servers earn what was settled; called before anything else changes or is asked."""
@@ -214,7 +215,8 @@ class Forest:
     def _earn(self, server: Remembered, change: float) -> None:
         """A server earns more or less; what starts cold is of no worth to anyone."""
         if server is not self.root:
-            self._journal.set(server, "earned", server.earned + change)
+            self._journal.undo.append((server, "earned", server.earned, True))
+            server.earned += change
             if change < 0:
                 self.changed[server] = True
 
