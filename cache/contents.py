@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple, Self, TypeVar
 
 from immutables import Map
@@ -83,14 +83,14 @@ class Contents(NamedTuple):
         policy, excess = shelf.policy.held(key, now), shelf.nbytes + size - shelf.budget
         if excess <= 0:  # else there is no room, whatever the pages take
             excess += sum(map(nbytes, pages))
-        first = next(self._victims(tier, policy, excess, now, key), None) if excess > 0 else None
-        if first == key and key not in self.pinned:
+        order = self._victims(tier, policy, excess, now, key) if excess > 0 else iter(())
+        first = list(islice(order, 1))
+        if first == [key] and key not in self.pinned:
             return self._count(skipped=1)
         shelf = shelf.add(key, state, dict(zip(names, pages)), now, policy)
         store = self._changed(key, index.hold(node, tier), tier, shelf)._count(puts=1)
         if shelf.excess:
-            order = store._victims(tier, policy, shelf.excess, now, key)
-            store = store._evict(order, tier, shelf.excess, now)
+            store = store._evict(chain(first, order), tier, shelf.excess, now)
         if store.shelves[tier].excess:
             store = store._give_up(key, tier, now)
         return store if key in store.shelves[tier].states else store._count(skipped=1)

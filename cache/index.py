@@ -65,9 +65,10 @@ class Index(NamedTuple):
         """Follows a prompt from its first token, or from a boundary on that it is known to pass. Changes nothing."""
         nodes, node, num_tokens = self.nodes, self.nodes[after], len(tokens)
         data = tokens.tobytes() if num_tokens <= COPIED and not after else b""
+        numbers = tokens.data
         at, ids, path = node.stop, [after] if after else [], [node] if after else []
         while at == node.stop and at < num_tokens:
-            child = node.children.get(int(tokens[at]))
+            child = node.children.get(numbers[at])
             if child is None:
                 break
             node = nodes[child]
@@ -239,8 +240,13 @@ class Index(NamedTuple):
 
     def parent(self, boundary: int) -> bytes | None:
         """Key of the deepest remembered boundary before this one."""
-        nodes = self.ancestors(self.nodes[boundary].parent)
-        return next((node.key for _, node in nodes if node.key is not None), None)
+        nodes, at = self.nodes, self.nodes[boundary].parent
+        while at:
+            node = nodes[at]
+            if node.key is not None:
+                return node.key
+            at = node.parent
+        return None
 
     def children(self, boundary: int) -> tuple[bytes, ...]:
         """Keys of the remembered boundaries whose parent this one is, or would be."""

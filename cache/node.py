@@ -61,6 +61,8 @@ class Node(NamedTuple):
     ) -> Node:
         """With so many children more that have rows in a tier, or pins; and with other rows and states, if given."""
         users = self.users
+        if change:
+            users = (*users[:place], users[place] + change, *users[place + 1 :])
         return Node(  # as `_replace`, in half the time
             self.parent,
             self.start,
@@ -70,7 +72,7 @@ class Node(NamedTuple):
             self.names,
             self.rows if rows is None else rows,
             self.states if states is None else states,
-            (*users[:place], users[place] + change, *users[place + 1 :]),
+            users,
             self.pins,
             self.key,
             self.last_use,

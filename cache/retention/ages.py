@@ -40,13 +40,13 @@ class Ages:
         """Who comes into which bin until now, and when. It is there before the next one is asked for."""
         members = self._members
         for age_bin, queue in enumerate(self._queues):
-            ends = EDGES[age_bin + 1]
+            ends, after = EDGES[age_bin + 1], age_bin + 1
             while queue and queue[0][0] + ends <= now:
                 entry = queue.popleft()
                 member = members.get(entry[1])
                 if member is not None and member.since == entry[0] and member.stage[0] == age_bin:
-                    yield member, age_bin + 1, entry[0] + ends
-                    self._join(age_bin + 1, entry)
+                    yield member, after, entry[0] + ends
+                    self._join(after, entry)
 
     def _join(self, age_bin: int, entry: Entry) -> None:
         if age_bin == len(self._queues):

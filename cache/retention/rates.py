@@ -147,7 +147,8 @@ class ReuseRates:
 
     def age(self, row: int, age_bin: int, at: float) -> float:
         """A boundary comes into a bin from the bin before it; its rate there."""
-        self._note(self.aged, row * NUM_BINS + age_bin, at)
+        cell = row * NUM_BINS + age_bin
+        self._journal.put(self.aged, cell, self.aged.get(cell, 0j) + complex(at, 1))
         return self.rate(row, age_bin)
 
     def leave(self, row: int, age_bin: int, at: float, *, used: bool = False) -> None:
