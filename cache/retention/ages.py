@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from operator import attrgetter, itemgetter
 
 from cache.retention.forest import Remembered
 from cache.retention.rates import EDGES, NUM_BINS
 
-Entry = tuple[float, bytes]
+Entry = tuple[float, Remembered]
 """When an age began, and whose it is."""
 
 
@@ -20,39 +21,36 @@ class Ages:
     Whose age began first leaves a bin first, so that each bin is a queue. None leaves the last one.
     """
 
-    def __init__(self, members: Mapping[bytes, Remembered]) -> None:
-        """`members` are those that are laid out, by key."""
-        self._members = members
+    def __init__(self) -> None:
         self._queues: list[deque[Entry]] = [deque() for _ in range(NUM_BINS - 1)]
 
     def note(self, member: Remembered) -> None:
         """A boundary is in another bin, or its age began anew."""
-        self._join(member.stage[0], (member.since, member.key))
+        self._join(member.stage[0], (member.since, member))
 
-    def rebuild(self) -> None:
-        """Knows all members, and nobody else."""
+    def rebuild(self, members: Iterable[Remembered]) -> None:
+        """Knows these, and nobody else."""
         for queue in self._queues:
             queue.clear()
-        for member in sorted(self._members.values(), key=lambda each: (each.since, each.key)):
+        for member in sorted(members, key=attrgetter("since")):
             self.note(member)
 
     def advance(self, now: float) -> Iterator[tuple[Remembered, int, float]]:
         """Who comes into which bin until now, and when. It is there before the next one is asked for."""
-        members = self._members
         for age_bin, queue in enumerate(self._queues):
             ends, after = EDGES[age_bin + 1], age_bin + 1
             while queue and queue[0][0] + ends <= now:
                 entry = queue.popleft()
-                member = members.get(entry[1])
-                if member is not None and member.since == entry[0] and member.stage[0] == age_bin:
-                    yield member, after, entry[0] + ends
+                since, member = entry
+                if member.since == since and member.stage[0] == age_bin:
+                    yield member, after, since + ends
                     self._join(after, entry)
 
     def _join(self, age_bin: int, entry: Entry) -> None:
-        if age_bin == len(self._queues):
+        if not 0 <= age_bin < len(self._queues):
             return
         queue = self._queues[age_bin]
-        if queue and entry < queue[-1]:  # who went back to an older version, and what began in one moment
-            insort(queue, entry)
+        if queue and entry[0] < queue[-1][0]:  # someone went back to an older version
+            insort(queue, entry, key=itemgetter(0))
         else:
             queue.append(entry)

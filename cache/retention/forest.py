@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from cache.retention.protocol import Boundary, Kind
 from cache.retention.versions import Journal
 
+NOWHERE = (-1, 0.0)
 _ROOT = Boundary(b"", 0, None, (), Kind.MARK, 0, 0, 0)
 
 
@@ -39,7 +40,7 @@ class Remembered:
         left: whether a conversation that ended here went on from here.
         since: when it was used last, or made.
         row: of its class.
-        stage: the bin of ages that it is in, and its rate there in uses a second.
+        stage: the bin of ages that it is in, and its rate there in uses a second; `NOWHERE` while it is not remembered.
     """
 
     __slots__ = (
@@ -72,7 +73,7 @@ class Remembered:
         self.behind: dict[bytes, Remembered] = {}
         self.held = parent is None
         self.server: Remembered = self if parent is None else parent.server
-        self.stage, self.earned = (0, 0.0), 0.0
+        self.stage, self.earned = NOWHERE, 0.0
         self.uses = 0
         self.left = False
         self.since = now
@@ -131,7 +132,7 @@ class Forest:
     def forget(self, gone: Remembered) -> None:
         """Takes away a boundary that is not held."""
         journal, parent = self._journal, gone.parent
-        self.settle(gone, (0, 0.0))
+        self.settle(gone, NOWHERE)
         journal.remove(parent.children, gone.key)
         if gone.behind:
             journal.remove(parent.behind, gone.key)

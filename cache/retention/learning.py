@@ -51,7 +51,7 @@ class Learning:
         self.learns_at = 1
         self.clock = 0.0
         self.guesses = Guesses(self.forest.members)
-        self.ages = Ages(self.forest.members)
+        self.ages = Ages()
 
     def change(
         self, version: Version, act: Callable[[Learning], None], new: Version | None = None
@@ -63,7 +63,7 @@ class Learning:
                 new = self.journal.change(version, lambda: self.settled(act), new)
             except BaseException:
                 self.forest.pending.clear()
-                self.ages.rebuild()
+                self.ages.rebuild(self.forest.members.values())
                 raise
             finally:
                 self.guesses.doubtful |= self.forest.changed
@@ -242,7 +242,7 @@ class Learning:
             journal.set(member, "row", self.rates.row(traits(member)))
             self.rates.enter(member.row, age_bin, self.clock)
             self.forest.settle(member, (age_bin, rate))
-        self.ages.rebuild()
+        self.ages.rebuild(self.forest.members.values())
         self.forest.pay()
         for key in held:
             self.hold(key)
