@@ -114,8 +114,10 @@ class Contents(NamedTuple):
         self, tier: Tier, policy: Policy, num_bytes: int, now: float, new: bytes | None = None
     ) -> Iterator[bytes]:
         """`Store.victims` under a policy value; `new`, which is being copied here, counts as no copy yet."""
-        held = self.shelves[tier].states
         faster = [shelf.states for other, shelf in self.shelves.items() if other < tier]
+        if not faster:
+            return policy.victims(num_bytes, now)
+        held = self.shelves[tier].states
         copies = {key for states in faster for key in states if key in held and key != new}
         if not copies:
             return policy.victims(num_bytes, now)

@@ -26,7 +26,14 @@ class Ages:
 
     def note(self, member: Remembered) -> None:
         """A boundary is in another bin, or its age began anew."""
-        self._join(member.stage[0], (member.since, member))
+        age_bin, since = member.stage[0], member.since
+        if not 0 <= age_bin < len(self._queues):
+            return
+        queue = self._queues[age_bin]
+        if queue and since < queue[-1][0]:  # someone went back to an older version
+            insort(queue, (since, member), key=itemgetter(0))
+        else:
+            queue.append((since, member))
 
     def rebuild(self, members: Iterable[Remembered]) -> None:
         """Knows these, and nobody else."""
@@ -37,20 +44,10 @@ class Ages:
 
     def advance(self, now: float) -> Iterator[tuple[Remembered, int, float]]:
         """Who comes into which bin until now, and when. It is there before the next one is asked for."""
-        for age_bin, queue in enumerate(self._queues):
-            ends, after = EDGES[age_bin + 1], age_bin + 1
+        for after, queue in enumerate(self._queues, 1):
+            age_bin, ends = after - 1, EDGES[after]
             while queue and queue[0][0] + ends <= now:
-                entry = queue.popleft()
-                since, member = entry
+                since, member = queue.popleft()
                 if member.since == since and member.stage[0] == age_bin:
                     yield member, after, since + ends
-                    self._join(after, entry)
-
-    def _join(self, age_bin: int, entry: Entry) -> None:
-        if not 0 <= age_bin < len(self._queues):
-            return
-        queue = self._queues[age_bin]
-        if queue and entry[0] < queue[-1][0]:  # someone went back to an older version
-            insort(queue, entry, key=itemgetter(0))
-        else:
-            queue.append(entry)
+                    self.note(member)

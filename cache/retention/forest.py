@@ -87,10 +87,12 @@ class Remembered:
     @property
     def worth(self) -> float:
         """Tokens that holding it saves, a second and a byte freed: its state, and latents that nothing else needs."""
+        if self.earned <= 0:
+            return 0.0
         freed = self.state_nbytes
         if not self.behind:
             freed += self.row_nbytes * (self.tokens - _shared(self).tokens)
-        return _worth(self.earned, self.tokens - self.parent.server.tokens, freed)
+        return self.earned * (self.tokens - self.parent.server.tokens) / (freed or 1)
 
 
 class Forest:
