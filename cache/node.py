@@ -56,9 +56,7 @@ class Node(NamedTuple):
         """Whether it or anything behind it is pinned."""
         return bool(self.pins or self.users[PINNED])
 
-    def with_user(
-        self, place: int, change: int, rows: int | None = None, states: int | None = None
-    ) -> Node:
+    def with_user(self, place: int, change: int, rows: int | None = None, states: int | None = None) -> Node:
         """With so many children more that have rows in a tier, or pins; and with other rows and states, if given."""
         users = self.users
         if change:

@@ -156,4 +156,6 @@ def _chain(namespace: bytes, tokens: Tokens, media: Sequence[Media], index: Inde
             break
     else:
         chain = KeyChain.start(namespace, page)
-    return chain.grown(tokens[chain.length :], [item for item in sorted(media) if item.position >= chain.length])
+    return chain.grown(
+        tokens[chain.length :], [item for item in sorted(media) if item.position >= chain.length]
+    )

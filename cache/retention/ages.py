@@ -6,11 +6,12 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import attrgetter, itemgetter
+from typing import TypeAlias
 
 from cache.retention.forest import Remembered
 from cache.retention.rates import EDGES, NUM_BINS
 
-Entry = tuple[float, Remembered]
+Entry: TypeAlias = tuple[float, Remembered]
 """When an age began, and whose it is."""
 
 

@@ -73,7 +73,8 @@ class Remembered:
         self.behind: dict[bytes, Remembered] = {}
         self.held = parent is None
         self.server: Remembered = self if parent is None else parent.server
-        self.stage, self.earned = NOWHERE, 0.0
+        self.stage: tuple[int, float] = NOWHERE
+        self.earned = 0.0
         self.uses = 0
         self.left = False
         self.since = now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from cache.retention.learning import Learning
@@ -137,7 +137,7 @@ class Learned:
         return own._at(own._core.change(own._version, act))
 
 
-@cache
+@lru_cache
 def _creation(before_end: tuple[int, ...]) -> Creation:
     return Creation(kinds=KINDS, before_end=before_end)
 
