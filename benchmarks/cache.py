@@ -41,7 +41,7 @@ NOTES = {
     "recomputed": "prompt tokens computed over all prompt tokens; requests one after the other, blocks of 512 tokens",
     "unseen": "the part that no earlier prompt of the trace shares: what an endless cache recomputes",
     "foresight": "makes and keeps what is used soonest, knowing every request: can be reached, but not by a cache",
-    "requests_per_s": "replayed through index, plan, store and policy in one Python thread",
+    "requests_per_s": "replayed through index, plan, store and policy in one Python thread, tokens given",
     "made": "checkpoints that were put, those among them that found no place for long",
 }
 

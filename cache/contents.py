@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple, Self, TypeVar
 
 from immutables import Map
@@ -66,24 +66,31 @@ class Contents(NamedTuple):
         return self._tell(self.prompts.forget(key), lambda policy: policy.forgotten(key))
 
     def _add(
-        self, key: bytes, tier: Tier, state: Payload, pages: Mapping[bytes, Payload], now: float
+        self,
+        key: bytes,
+        tier: Tier,
+        state: Payload,
+        names: Sequence[bytes],
+        pages: Sequence[Payload],
+        now: float,
     ) -> Self:
         """Holds a checkpoint and the pages that the tier lacks; gives up what is worth least if that is too much."""
         shelf, node, page = self.shelves[tier], self.prompts.places[key].node, self.prompts.page
-        rows = self.prompts.node(key).stop // page * page
-        if nbytes(state) + self.row_nbytes * rows > self.share * shelf.budget:
+        index, size = self.prompts.index(key), nbytes(state)
+        rows = index.nodes[node].stop // page * page
+        if size + self.row_nbytes * rows > self.share * shelf.budget:
             return self._count(skipped=1)
-        size, policy = nbytes(state) + sum(map(nbytes, pages.values())), shelf.policy.held(key, now)
-        excess = shelf.nbytes + size - shelf.budget
-        first = next(self._victims(tier, policy, excess, now, key), None) if excess > 0 else None
-        if first == key and key not in self.pinned:
+        policy, excess = shelf.policy.held(key, now), shelf.nbytes + size - shelf.budget
+        if excess <= 0:  # else there is no room, whatever the pages take
+            excess += sum(map(nbytes, pages))
+        order = self._victims(tier, policy, excess, now, key) if excess > 0 else iter(())
+        first = list(islice(order, 1))
+        if first == [key] and key not in self.pinned:
             return self._count(skipped=1)
-        index = self.prompts.index(key).hold(node, tier)
-        shelf = shelf.add(key, state, pages, now, policy)
-        store = self._changed(key, index, tier, shelf)._count(puts=1)
+        shelf = shelf.add(key, state, dict(zip(names, pages)), now, policy)
+        store = self._changed(key, index.hold(node, tier), tier, shelf)._count(puts=1)
         if shelf.excess:
-            order = store._victims(tier, policy, shelf.excess, now, key)
-            store = store._evict(order, tier, shelf.excess, now)
+            store = store._evict(chain(first, order), tier, shelf.excess, now)
         if store.shelves[tier].excess:
             store = store._give_up(key, tier, now)
         return store if key in store.shelves[tier].states else store._count(skipped=1)
@@ -107,8 +114,10 @@ class Contents(NamedTuple):
         self, tier: Tier, policy: Policy, num_bytes: int, now: float, new: bytes | None = None
     ) -> Iterator[bytes]:
         """`Store.victims` under a policy value; `new`, which is being copied here, counts as no copy yet."""
-        held = self.shelves[tier].states
         faster = [shelf.states for other, shelf in self.shelves.items() if other < tier]
+        if not faster:
+            return policy.victims(num_bytes, now)
+        held = self.shelves[tier].states
         copies = {key for states in faster for key in states if key in held and key != new}
         if not copies:
             return policy.victims(num_bytes, now)
@@ -179,7 +188,10 @@ def _sparing(versions: list[T], gone: list[bytes], goal: int, tier: Tier, now: f
         if left[at] - left[at + 1] <= slack:
             slack -= left[at] - left[at + 1]
             spared.add(at)
-    store, first = versions[min(spared, default=-1)], min(spared, default=len(gone))
+    if not spared:
+        return versions[-1], len(gone)
+    first = min(spared)
+    store = versions[first]
     for at in range(first + 1, len(gone)):
         store = store if at in spared else store._give_up(gone[at], tier, now)
     if store.shelves[tier].nbytes > goal:  # pages that they share with what is gone would stay, too

@@ -65,9 +65,10 @@ class Index(NamedTuple):
         """Follows a prompt from its first token, or from a boundary on that it is known to pass. Changes nothing."""
         nodes, node, num_tokens = self.nodes, self.nodes[after], len(tokens)
         data = tokens.tobytes() if num_tokens <= COPIED and not after else b""
+        numbers = tokens.data
         at, ids, path = node.stop, [after] if after else [], [node] if after else []
         while at == node.stop and at < num_tokens:
-            child = node.children.get(int(tokens[at]))
+            child = node.children.get(numbers[at])
             if child is None:
                 break
             node = nodes[child]
@@ -138,12 +139,12 @@ class Index(NamedTuple):
     def hold(self, boundary: int, tier: Tier) -> Index:
         """A tier holds the checkpoint of a boundary and all pages before it."""
         nodes, bit, at = self.nodes.mutate(), tier.bit, boundary
-        node, more = nodes[at]._replace(states=nodes[at].states | bit), 0
+        node, more, states = nodes[at], 0, nodes[at].states | bit
         while at and not node.rows & bit:
-            nodes[at] = node.with_user(tier, more, node.rows | bit)
-            at, more = node.parent, 1
+            nodes[at] = node.with_user(tier, more, node.rows | bit, states)
+            at, more, states = node.parent, 1, None
             node = nodes[at]
-        nodes[at] = node.with_user(tier, more)
+        nodes[at] = node.with_user(tier, more, None, states)
         return self._with(nodes)
 
     def release(self, boundary: int, tier: Tier) -> tuple[Index, tuple[bytes, ...]]:
@@ -154,7 +155,8 @@ class Index(NamedTuple):
             The new index and the names of the pages that the tier gives up.
         """
         nodes = self.nodes.mutate()
-        nodes[boundary] = nodes[boundary]._replace(states=nodes[boundary].states & ~tier.bit)
+        node = nodes[boundary]
+        nodes[boundary] = node.with_user(tier, 0, states=node.states & ~tier.bit)
         freed = trim(nodes, boundary, tier)
         return self._with(nodes), freed
 
@@ -238,8 +240,13 @@ class Index(NamedTuple):
 
     def parent(self, boundary: int) -> bytes | None:
         """Key of the deepest remembered boundary before this one."""
-        nodes = self.ancestors(self.nodes[boundary].parent)
-        return next((node.key for _, node in nodes if node.key is not None), None)
+        nodes, at = self.nodes, self.nodes[boundary].parent
+        while at:
+            node = nodes[at]
+            if node.key is not None:
+                return node.key
+            at = node.parent
+        return None
 
     def children(self, boundary: int) -> tuple[bytes, ...]:
         """Keys of the remembered boundaries whose parent this one is, or would be."""

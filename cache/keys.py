@@ -89,9 +89,13 @@ class KeyChain(NamedTuple):
             ValueError: for ids that are none, and for media outside of `tokens`.
         """
         tokens = as_tokens(tokens)
-        base = self.length - len(self.tail)
         new = check_media((m._replace(position=m.position - self.length) for m in media), len(tokens))
-        media = (*self.media, *(m._replace(position=m.position + self.length) for m in new))
+        return self.grown(tokens, [m._replace(position=m.position + self.length) for m in new])
+
+    def grown(self, tokens: Tokens, media: Sequence[Media] = ()) -> KeyChain:
+        """As `extend`, by what was checked before: tokens from `as_tokens`, and media in the order of their positions,
+        each inside of `tokens`."""
+        media, base = (*self.media, *media), self.length - len(self.tail)
         tokens = np.concatenate([self.tail, tokens]) if len(self.tail) else tokens
         whole = len(tokens) // self.unit * self.unit
         added = _links(self.link, tokens[:whole], media, base, self.unit)

@@ -56,9 +56,11 @@ class Node(NamedTuple):
         """Whether it or anything behind it is pinned."""
         return bool(self.pins or self.users[PINNED])
 
-    def with_user(self, place: int, change: int, rows: int | None = None) -> Node:
-        """With one child more or less that has rows in a tier, or pins; and with other rows, if they are given."""
+    def with_user(self, place: int, change: int, rows: int | None = None, states: int | None = None) -> Node:
+        """With so many children more that have rows in a tier, or pins; and with other rows and states, if given."""
         users = self.users
+        if change:
+            users = (*users[:place], users[place] + change, *users[place + 1 :])
         return Node(  # as `_replace`, in half the time
             self.parent,
             self.start,
@@ -67,8 +69,8 @@ class Node(NamedTuple):
             self.children,
             self.names,
             self.rows if rows is None else rows,
-            self.states,
-            (*users[:place], users[place] + change, *users[place + 1 :]),
+            self.states if states is None else states,
+            users,
             self.pins,
             self.key,
             self.last_use,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cache.plan import Limits, ResumePlan
+from cache.plan import Limits, Missing, ResumePlan
 from cache.retention.protocol import Creation, Kind
 
 
@@ -37,23 +37,25 @@ def place(
     end, steps = limits.floor(num_tokens), range(0)
     if creation.interval:
         steps = range(creation.interval, num_tokens + 1, creation.interval)
-    deepest_first = resumed.missing[::-1]
     wanted = [
         (end, Kind.PROMPT_END),
-        *(missing for missing in deepest_first if missing.kind is Kind.BRANCH),
-        *(missing for missing in deepest_first if missing.kind is not Kind.BRANCH),
-        *((limits.floor(mark), Kind.MARK) for mark in sorted(marks, reverse=True)),
-        *((limits.floor(end - tokens), Kind.BEFORE_END) for tokens in sorted(creation.before_end)),
-        *((limits.floor(step), Kind.INTERVAL) for step in reversed(steps)),
+        *sorted(resumed.missing[::-1], key=_is_no_branch),
+        *[(limits.floor(mark), Kind.MARK) for mark in sorted(marks, reverse=True)],
+        *[(limits.floor(end - tokens), Kind.BEFORE_END) for tokens in sorted(creation.before_end)],
+        *[(limits.floor(step), Kind.INTERVAL) for step in reversed(steps)],
         (limits.floor(num_tokens - 1), Kind.PROMPT_END),
     ]
-    known = max((missing.boundary for missing in resumed.missing), default=resumed.boundary)
+    known = resumed.missing[-1].boundary if resumed.missing else resumed.boundary
     held, chosen = {resumed.boundary, *resumed.held}, {}
     for boundary, kind in wanted:
         start = known if kind is Kind.BEFORE_END else resumed.boundary
         if start < boundary <= end and boundary not in held and kind in creation.kinds:
             chosen.setdefault(boundary, Placed(boundary, kind))
     return tuple(sorted(list(chosen.values())[: _allowed(limits)]))
+
+
+def _is_no_branch(missing: Missing) -> bool:
+    return missing.kind is not Kind.BRANCH
 
 
 def _allowed(limits: Limits) -> int | None:

@@ -99,8 +99,9 @@ def resume(seen: View, num_tokens: int, page: int, limits: Limits) -> ResumePlan
     """
     if num_tokens < 1:
         raise ValueError(f"{num_tokens=}: a request has a token to compute")
-    last, covered = num_tokens - 1, seen.covered(limits.tiers)
-    states = [item for item in seen.boundaries if item.tiers & limits.tiers]
+    last, tiers = num_tokens - 1, limits.tiers
+    covered = seen.covered(tiers)
+    states = [item for item in seen.boundaries if item.tiers & tiers]
     whole = [item for item in states if item.boundary // page * page <= covered]
     hits = [item for item in whole if item.boundary <= last]
     boundary = hits[-1].boundary if hits else 0
@@ -108,10 +109,10 @@ def resume(seen: View, num_tokens: int, page: int, limits: Limits) -> ResumePlan
     return ResumePlan(
         boundary=boundary,
         key=hits[-1].key if hits else None,
-        state=fastest(hits[-1].tiers & limits.tiers) if hits else None,
-        rows=_sources(seen, boundary // page * page, limits.tiers),
+        state=fastest(hits[-1].tiers & tiers) if hits else None,
+        rows=_sources(seen, boundary // page * page, tiers),
         latent_hit=latent_hit,
-        state_hit=max((item.boundary for item in states if item.boundary <= last), default=0),
+        state_hit=next((item.boundary for item in reversed(states) if item.boundary <= last), 0),
         missing=_missing(seen, boundary, last, latent_hit, limits),
         held=tuple(item.boundary for item in whole if item.boundary > boundary),
     )

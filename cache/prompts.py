@@ -83,14 +83,15 @@ class Prompts(NamedTuple):
             index, folded = self.indexes[namespace], tokens
             match = index.match(tokens, self.places[passed[1]].node)
         chain = _chain(namespace, tokens, media, index, match)
-        if chain.key in self.places:
-            return self, chain.key
-        index, node = index.insert(folded, chain.key, chain.added, now, match)
+        key = chain.key
+        if key in self.places:
+            return self, key
+        index, node = index.insert(folded, key, chain.added, now, match)
         parent = index.parent(node)
         above = self.places[parent] if parent is not None else None
         turn = above.turn + (above.kind is Kind.PROMPT_END) if above else 0
-        places = self.places.set(chain.key, Place(namespace, node, kind, turn))
-        return known._with(indexes=self.indexes.set(namespace, index), places=places), chain.key
+        places = self.places.set(key, Place(namespace, node, kind, turn))
+        return known._with(indexes=self.indexes.set(namespace, index), places=places), key
 
     def forget(self, key: bytes) -> Prompts:
         """Without a boundary that no tier holds and that is not pinned."""
@@ -111,11 +112,12 @@ class Prompts(NamedTuple):
 
     def lacks(self, key: bytes, tier: Tier) -> tuple[bytes, ...]:
         """Names of the pages before a boundary that a tier does not hold, in order."""
-        lacking, bit = [], tier.bit
-        for _, node in self.index(key).ancestors(self.places[key].node):
-            if node.rows & bit:
-                break
+        nodes, at = self.index(key).nodes, self.places[key].node
+        lacking, bit, node = [], tier.bit, nodes[at]
+        while at and not node.rows & bit:
             lacking.append(node.names)
+            at = node.parent
+            node = nodes[at]
         return tuple(itertools.chain.from_iterable(reversed(lacking)))
 
     def _passed(
@@ -154,4 +156,6 @@ def _chain(namespace: bytes, tokens: Tokens, media: Sequence[Media], index: Inde
             break
     else:
         chain = KeyChain.start(namespace, page)
-    return chain.extend(tokens[chain.length :], [item for item in media if item.position >= chain.length])
+    return chain.grown(
+        tokens[chain.length :], [item for item in sorted(media) if item.position >= chain.length]
+    )

@@ -143,7 +143,7 @@ class Store(Contents):
             raise ValueError(
                 f"{len(lacks)} pages before the boundary are not held here, got {len(pages)}: pass them all"
             )
-        return store._add(key, tier, state, dict(zip(lacks, pages[len(pages) - len(lacks) :])), now)
+        return store._add(key, tier, state, lacks, pages[len(pages) - len(lacks) :], now)
 
     def remember(
         self, namespace: bytes, tokens: ArrayLike, *, kind: Kind, now: float, media: Sequence[Media] = ()
@@ -164,7 +164,7 @@ class Store(Contents):
         lacks = self.prompts.lacks(key, tier)
         if not all(name in pages for name in lacks):
             return self
-        return self._add(key, tier, state, {name: pages[name] for name in lacks}, now)
+        return self._add(key, tier, state, lacks, [pages[name] for name in lacks], now)
 
     def drop(self, key: bytes, tier: Tier, now: float) -> Store:
         """A tier gives up a checkpoint, and with it the pages that none of its other checkpoints and no pin needs.

@@ -52,7 +52,7 @@ def trim(nodes: Nodes, at: int, tier: Tier) -> tuple[bytes, ...]:
         if node.states & bit or node.users[tier] or node.pinned:
             break
         freed.append(node.names)
-        nodes[at] = node._replace(rows=node.rows & ~bit)
+        nodes[at] = node.with_user(tier, 0, node.rows & ~bit)
         at = node.parent
         node = nodes[at].with_user(tier, -1)
     if freed:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from cache.retention.protocol import Boundary, Kind
 from cache.retention.versions import Journal
 
+NOWHERE = (-1, 0.0)
 _ROOT = Boundary(b"", 0, None, (), Kind.MARK, 0, 0, 0)
 
 
@@ -39,7 +40,7 @@ class Remembered:
         left: whether a conversation that ended here went on from here.
         since: when it was used last, or made.
         row: of its class.
-        stage: the bin of ages that it is in, and its rate there in uses a second.
+        stage: the bin of ages that it is in, and its rate there in uses a second; `NOWHERE` while it is not remembered.
     """
 
     __slots__ = (
@@ -72,7 +73,8 @@ class Remembered:
         self.behind: dict[bytes, Remembered] = {}
         self.held = parent is None
         self.server: Remembered = self if parent is None else parent.server
-        self.stage, self.earned = (0, 0.0), 0.0
+        self.stage: tuple[int, float] = NOWHERE
+        self.earned = 0.0
         self.uses = 0
         self.left = False
         self.since = now
@@ -86,10 +88,12 @@ class Remembered:
     @property
     def worth(self) -> float:
         """Tokens that holding it saves, a second and a byte freed: its state, and latents that nothing else needs."""
+        if self.earned <= 0:
+            return 0.0
         freed = self.state_nbytes
         if not self.behind:
             freed += self.row_nbytes * (self.tokens - _shared(self).tokens)
-        return _worth(self.earned, self.tokens - self.parent.server.tokens, freed)
+        return self.earned * (self.tokens - self.parent.server.tokens) / (freed or 1)
 
 
 class Forest:
@@ -131,7 +135,7 @@ class Forest:
     def forget(self, gone: Remembered) -> None:
         """Takes away a boundary that is not held."""
         journal, parent = self._journal, gone.parent
-        self.settle(gone, (0, 0.0))
+        self.settle(gone, NOWHERE)
         journal.remove(parent.children, gone.key)
         if gone.behind:
             journal.remove(parent.behind, gone.key)
@@ -144,9 +148,10 @@ class Forest:
 
     def settle(self, member: Remembered, stage: tuple[int, float]) -> None:
         """Another stage, of which its server hears."""
-        change = stage[1] - member.stage[1]
-        self._journal.set(member, "stage", stage)
-        self.pending[member.server] = self.pending.get(member.server, 0.0) + change
+        was, server = member.stage, member.server
+        self._journal.undo.append((member, "stage", was, True))
+        member.stage = stage
+        self.pending[server] = self.pending.get(server, 0.0) + (stage[1] - was[1])
 
     def pay(self) -> None:
         """Servers earn what was settled; called before anything else changes or is asked."""
@@ -214,7 +219,8 @@ class Forest:
     def _earn(self, server: Remembered, change: float) -> None:
         """A server earns more or less; what starts cold is of no worth to anyone."""
         if server is not self.root:
-            self._journal.set(server, "earned", server.earned + change)
+            self._journal.undo.append((server, "earned", server.earned, True))
+            server.earned += change
             if change < 0:
                 self.changed[server] = True
 

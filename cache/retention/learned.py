@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from cache.retention.learning import Learning
@@ -42,7 +43,7 @@ class Learned:
     def creation(self) -> Creation:
         """Prompt ends, branch points, what is missing, marks, and distances before the end where prompts part."""
         with self._laid_out() as core:
-            return Creation(kinds=KINDS, before_end=core.distances())
+            return _creation(core.distances())
 
     def made(self, boundary: Boundary, now: float) -> Learned:
         """A boundary is remembered from now on."""
@@ -134,6 +135,11 @@ class Learned:
         # a structure of its own for whoever begins with this value: each tier of a store does
         own = Learned(self._start)
         return own._at(own._core.change(own._version, act))
+
+
+@lru_cache
+def _creation(before_end: tuple[int, ...]) -> Creation:
+    return Creation(kinds=KINDS, before_end=before_end)
 
 
 class _LaidOut:

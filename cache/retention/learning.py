@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cache.retention.ages import Ages
 from cache.retention.forest import Forest, Remembered
 from cache.retention.guesses import Guesses
 from cache.retention.protocol import Boundary, Kind
-from cache.retention.rates import EDGES, NUM_BINS, Class, ReuseRates
+from cache.retention.rates import Class, ReuseRates
 from cache.retention.versions import Journal, Version
 
 ENDS = (Kind.PROMPT_END, Kind.GENERATION_END)
@@ -23,8 +22,6 @@ SEEN_ONCE_IN = 8
 """Before anything is seen, prompts are believed to have parted once at each distance, of so many that went on."""
 LEARNS_EVERY = 64
 """Requests between two looks at what was counted; fewer while there were few requests altogether."""
-LASTS_TO = (*EDGES[1:NUM_BINS], math.inf)
-"""The age at which each bin ends; none comes behind the last."""
 LASTING = ("since", "step", "request", "ahead", "uses", "left")
 """What a boundary went through, which its place in the tree does not tell."""
 
@@ -40,8 +37,7 @@ class Learning:
         learns_at: the request at which rates are learned anew.
         clock: time of the last event.
         guesses: of what held boundaries are worth.
-        by_due: guesses of when boundaries come into their next bin of age; no part of a version either: each is looked
-            up before it is believed.
+        ages: guesses of when boundaries come into their next bin of age.
     """
 
     def __init__(self, learned: Mapping[str, Any]) -> None:
@@ -55,7 +51,7 @@ class Learning:
         self.learns_at = 1
         self.clock = 0.0
         self.guesses = Guesses(self.forest.members)
-        self.by_due: list[tuple[float, bytes]] = []
+        self.ages = Ages()
 
     def change(
         self, version: Version, act: Callable[[Learning], None], new: Version | None = None
@@ -67,7 +63,7 @@ class Learning:
                 new = self.journal.change(version, lambda: self.settled(act), new)
             except BaseException:
                 self.forest.pending.clear()
-                self.by_due = sorted((due(member), key) for key, member in self.forest.members.items())
+                self.ages.rebuild(self.forest.members.values())
                 raise
             finally:
                 self.guesses.doubtful |= self.forest.changed
@@ -107,7 +103,7 @@ class Learning:
             elif name == "stage" or name == "since":
                 aged[target] = None
         for member in aged:
-            heapq.heappush(self.by_due, (due(member), member.key))
+            self.ages.note(member)
 
     def least(self, version: Version) -> bytes | None:
         """The held boundary that is worth least in a version."""
@@ -180,7 +176,7 @@ class Learning:
         self.journal.set(member, "row", self.rates.row(traits(member)))
         self.rates.enter(member.row, 0, self.clock)
         self.come(member, 0)
-        heapq.heappush(self.by_due, (due(member), member.key))
+        self.ages.note(member)
 
     def leave_behind(self, end: Remembered) -> None:
         """A conversation went on from its last end."""
@@ -200,17 +196,8 @@ class Learning:
         if now <= self.clock:
             return
         self.journal.set(self, "clock", now)
-        members, by_due, rates, settle = self.forest.members, self.by_due, self.rates, self.forest.settle
-        while by_due and by_due[0][0] <= now:
-            at, key = by_due[0]
-            member = members.get(key)
-            if member is None or member.since + LASTS_TO[member.stage[0]] != at:
-                heapq.heappop(by_due)
-                continue
-            row, age_bin = member.row, member.stage[0] + 1
-            rates.age(row, age_bin, at)
-            settle(member, (age_bin, rates.rate(row, age_bin)))
-            heapq.heapreplace(by_due, (member.since + LASTS_TO[age_bin], key))
+        for member, age_bin, at in self.ages.advance(now):
+            self.forest.settle(member, (age_bin, self.rates.age(member.row, age_bin, at)))
 
     def part(self, ahead: int) -> None:
         """A prompt parted from another one `ahead` tokens before that one's end."""
@@ -255,15 +242,10 @@ class Learning:
             journal.set(member, "row", self.rates.row(traits(member)))
             self.rates.enter(member.row, age_bin, self.clock)
             self.forest.settle(member, (age_bin, rate))
-            heapq.heappush(self.by_due, (due(member), member.key))
+        self.ages.rebuild(self.forest.members.values())
         self.forest.pay()
         for key in held:
             self.hold(key)
-
-
-def due(member: Remembered) -> float:
-    """When a boundary comes into its next bin of age, if it is not used before."""
-    return member.since + LASTS_TO[member.stage[0]]
 
 
 def traits(member: Remembered) -> Class:

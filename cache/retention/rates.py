@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -71,18 +70,19 @@ def best_rates(rates: Table) -> Table:
 
     Source: Gittins, "Bandit processes and dynamic allocation indices", 1979.
     """
-    used = rates * _WIDTHS
+    rates, widths = np.ascontiguousarray(rates.T), _WIDTHS[:, None]  # [bins, classes], in long runs
+    used = rates * widths
     stays, seconds = np.exp(-used), -np.expm1(-used) / rates
     unused = np.exp(-used / 2)
     time = -np.expm1(-used / 2) / rates
     best = rates.copy()
     for ahead in range(1, NUM_BINS):
         # to the end of the bin that lies so many ahead, from each that has one there
-        alive, spent = unused[:, :-ahead], time[:, :-ahead]
-        spent += alive * seconds[:, ahead:]
-        alive *= stays[:, ahead:]
-        np.maximum(best[:, :-ahead], (1 - alive) / spent, out=best[:, :-ahead])
-    return best
+        alive, spent = unused[:-ahead], time[:-ahead]
+        spent += alive * seconds[ahead:]
+        alive *= stays[ahead:]
+        np.maximum(best[:-ahead], (1 - alive) / spent, out=best[:-ahead])
+    return best.T
 
 
 class Known(NamedTuple):
@@ -93,9 +93,9 @@ class Known(NamedTuple):
     depth: int
 
 
-Cells: TypeAlias = dict[int, tuple[float, float]]
-"""By class and bin, as `row * NUM_BINS + bin`: a sum of moments and how many they are, or uses and seconds."""
-_NOTHING = (0.0, 0.0)
+Cells: TypeAlias = dict[int, complex]
+"""By class and bin, as `row * NUM_BINS + bin`: two sums as one number, of moments and of how many they are, or of uses
+and of seconds."""
 
 
 class ReuseRates:
@@ -122,7 +122,7 @@ class ReuseRates:
         for each in counts:
             row = self.row(tuple(each["class"]))
             pairs = enumerate(zip(each["uses"], each["seconds"]))
-            self.uses |= {row * NUM_BINS + at: pair for at, pair in pairs if any(pair)}
+            self.uses |= {row * NUM_BINS + at: complex(*pair) for at, pair in pairs if any(pair)}
         self.learn(0.0)
 
     def row(self, wanted: Class) -> int:
@@ -145,19 +145,18 @@ class ReuseRates:
         """A boundary takes its place in a bin."""
         self._note(self.came, row * NUM_BINS + age_bin, at)
 
-    def age(self, row: int, age_bin: int, at: float) -> None:
-        """A boundary comes into a bin from the bin before it."""
+    def age(self, row: int, age_bin: int, at: float) -> float:
+        """A boundary comes into a bin from the bin before it; its rate there."""
         cell = row * NUM_BINS + age_bin
-        total, number = self.aged.get(cell, _NOTHING)
-        self._journal.put(self.aged, cell, (total + at, number + 1))
+        self._journal.put(self.aged, cell, self.aged.get(cell, 0j) + complex(at, 1))
+        return self.rate(row, age_bin)
 
     def leave(self, row: int, age_bin: int, at: float, *, used: bool = False) -> None:
         """A boundary leaves a bin, because it was used or for another reason."""
         self._note(self.left, row * NUM_BINS + age_bin, at)
         if used:
             cell = row * NUM_BINS + age_bin
-            uses, seconds = self.uses.get(cell, _NOTHING)
-            self._journal.put(self.uses, cell, (uses + 1, seconds))
+            self._journal.put(self.uses, cell, self.uses.get(cell, 0j) + 1)
 
     def learn(self, now: float) -> None:
         """Rates as all that was counted until now has them."""
@@ -182,20 +181,17 @@ class ReuseRates:
         """The same, `[2, classes, bins]`."""
         counts = np.zeros((2, len(self.known), NUM_BINS))
         uses, seconds = counts.reshape(2, -1)
-        at, pairs = _arrays(self.uses)
-        uses[at], seconds[at] = pairs
+        at, sums = _arrays(self.uses)
+        uses[at], seconds[at] = sums.real, sums.imag
         came, aged, left = _arrays(self.came), _arrays(self.aged), _arrays(self.left)
-        for (at, (total, number)), sign, shift in ((came, 1, 0), (aged, 1, 0), (aged, -1, -1), (left, -1, 0)):
-            seconds[at + shift] += sign * (number * now - total)
+        for (at, moments), sign, shift in ((came, 1, 0), (aged, 1, 0), (aged, -1, -1), (left, -1, 0)):
+            seconds[at + shift] += sign * (moments.imag * now - moments.real)
         return np.maximum(counts, 0.0)
 
     def _note(self, moments: Cells, cell: int, at: float) -> None:
-        total, number = moments.get(cell, _NOTHING)
-        self._journal.put(moments, cell, (total + at, number + 1))
+        self._journal.put(moments, cell, moments.get(cell, 0j) + complex(at, 1))
 
 
-def _arrays(cells: Cells) -> tuple[NDArray[np.int64], Table]:
-    """Which cells there are, and both of their values, `[2, cells]`."""
-    at = np.fromiter(cells, np.int64, len(cells))
-    values = np.fromiter(chain.from_iterable(cells.values()), np.float64, 2 * len(cells))
-    return at, values.reshape(-1, 2).T
+def _arrays(cells: Cells) -> tuple[NDArray[np.int64], NDArray[np.complex128]]:
+    """Which cells there are, and what is in them."""
+    return np.fromiter(cells, np.int64, len(cells)), np.fromiter(cells.values(), np.complex128, len(cells))

@@ -33,25 +33,30 @@ class Version:
 
 
 class Journal:
-    """All writes to a structure go through it."""
+    """All writes to a structure go through it.
+
+    Attributes:
+        current: the version that is laid out.
+        undo: what takes back the writes since, in order. Who writes often may note here what was there, and write.
+    """
 
     def __init__(self) -> None:
         self.current = Version()
-        self._undo: list[Write] = []
+        self.undo: list[Write] = []
 
     def set(self, target: Any, name: str, value: Any) -> None:
         """Writes an attribute."""
-        self._undo.append((target, name, getattr(target, name), True))
+        self.undo.append((target, name, getattr(target, name), True))
         setattr(target, name, value)
 
     def put(self, target: dict[Any, Any], key: Any, value: Any) -> None:
         """Writes an item of a dict."""
-        self._undo.append((target, key, target.get(key, _ABSENT), False))
+        self.undo.append((target, key, target.get(key, _ABSENT), False))
         target[key] = value
 
     def remove(self, target: dict[Any, Any], key: Any) -> None:
         """Takes an item from a dict."""
-        self._undo.append((target, key, target[key], False))
+        self.undo.append((target, key, target[key], False))
         del target[key]
 
     def change(self, version: Version, act: Callable[[], None], new: Version | None = None) -> Version:
@@ -65,12 +70,12 @@ class Journal:
         try:
             act()
         except BaseException:
-            _play(self._undo)
-            self._undo = []
+            _play(self.undo)
+            self.undo = []
             raise
         new = new or Version()
-        version.nearer, version.writes = new, self._undo
-        self.current, self._undo = new, []
+        version.nearer, version.writes = new, self.undo
+        self.current, self.undo = new, []
         return new
 
     def lay_out(self, version: Version) -> list[Write]:
