@@ -82,7 +82,7 @@ def test_parts_are_stored_before_the_manifest_and_removed_after_it() -> None:
     assert put_in(objects) is Put.STORED
     puts = [[one.key for one in what] for operation, what in objects.calls if operation == "put"]
     *parts, manifest = keys_of(objects)
-    assert puts == [parts, [manifest]] and len(parts) == 4
+    assert puts == [[part] for part in parts] + [[manifest]] and len(parts) == 4
     assert {one.group for operation, what in objects.calls if operation == "put" for one in what} == {"n"}
     objects.calls.clear()
     assert withdraw(objects, "n", TIMEOUT)

@@ -79,7 +79,7 @@ class Puts:
         return outcome(size) if size < 0 else word if size == item.nbytes else "conflict"
 
     def _write(self, items: Sequence[Item], call: Call) -> list[int]:
-        """Bytes that were written of each object, or a code. What is copied is copied while what came before is sent."""
+        """Bytes that were written of each object, or a code. A stride is copied while the one before it is sent."""
         written = [0] * len(items)
         todo = strides(items, self._is_staged) if items else []
         copies = [staged_nbytes(stride) for stride in todo]
@@ -89,7 +89,9 @@ class Puts:
             with closing(ahead(lambda turn: stage(*turn), turns)) as staged:
                 for i, runs in enumerate(staged):
                     if i and not call.in_time():
-                        return [LATE if 0 <= done < item.nbytes else done for item, done in zip(items, written)]
+                        return [
+                            LATE if 0 <= done < item.nbytes else done for item, done in zip(items, written)
+                        ]
                     self._send(items, runs, written)
         return written
 
