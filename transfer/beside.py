@@ -13,9 +13,7 @@ Made = TypeVar("Made")
 
 
 def beside(work: Callable[[], T]) -> Future[T]:
-    """Does the work on a thread of its own, also while the interpreter ends (an executor of the standard library does
-    nothing then).
-    """
+    """Does the work on a thread of its own; on this one if none can be started, as when the interpreter ends."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -24,7 +22,10 @@ def beside(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # it is the waiting thread's
             future.set_exception(error)
 
-    threading.Thread(target=run, name="transfer-beside", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="transfer-beside", daemon=True).start()
+    except RuntimeError:
+        run()
     return future
 
 
