@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -29,7 +29,7 @@ def beside(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def ahead(make: Callable[[T], Made], each: Sequence[T]) -> Iterator[Made]:
+def ahead(make: Callable[[T], Made], each: Sequence[T]) -> Generator[Made, None, None]:
     """What is made of each, in order. While the caller is busy with one the next one is made, and no other: what is
     made may use the memory of the last but one.
 
