@@ -83,10 +83,13 @@ def test_every_byte_of_every_object_arrives_in_order(
     assert len(store.registered) <= 2  # however large the objects are
 
 
-def test_an_object_without_copies_is_one_call(store: FakeStore, opened: Open) -> None:
-    item = Item("k", [random_bytes(STRAIGHT, i) for i in range(3)])
-    assert opened().put([item], LONG) == [Put.STORED] and store.values["k"] == value(item)
+def test_what_is_not_copied_is_one_call(store: FakeStore, opened: Open) -> None:
+    objects, item = opened(), Item("k", [random_bytes(STRAIGHT, i) for i in range(3)])
+    assert objects.put([item], LONG) == [Put.STORED] and store.values["k"] == value(item)
     assert store.asked.count(("put", "k")) == 1 and not store.registered
+    copied = Item("l", [*item.pieces, random_bytes(STAGED), *item.pieces])
+    assert objects.put([copied], LONG) == [Put.STORED] and store.values["l"] == value(copied)
+    assert store.asked.count(("put", "l")) == 1  # what is not copied takes nothing of a stride
 
 
 def test_one_stride_is_copied_while_another_is_sent_and_no_more(
@@ -131,6 +134,7 @@ def test_what_fails_in_the_middle_is_sent_again_from_its_begin(store: FakeStore,
 def test_a_part_that_was_written_of_a_stride_is_no_put(store: FakeStore, opened: Open) -> None:
     store.codes["put"] = codes(0, 999)
     assert opened().put([small("k", 9)], LONG) == [Put.FAILED] and not store.values
+    assert store.asked.count(("put", "k")) == 2
 
 
 def test_no_stride_is_sent_after_the_deadline(store: FakeStore, opened: Open) -> None:
