@@ -12,8 +12,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from transfer import About, MemoryObjects, Miss, Objects, Put, Read, Recorder, fetch, publish, withdraw
+from transfer import (
+    About,
+    MemoryObjects,
+    Miss,
+    Objects,
+    Put,
+    Read,
+    Recorder,
+    checkpoint,
+    fetch,
+    publish,
+    withdraw,
+)
 from transfer.manifest import BODY, HEADER, MAGIC, Leaf, Segment, decode, parts_of, signed
+from transfer.packing import Digested, Shelf, digest
 from transfer_site import (
     MIB,
     STORES,
@@ -82,12 +95,85 @@ def test_parts_are_stored_before_the_manifest_and_removed_after_it() -> None:
     assert put_in(objects) is Put.STORED
     puts = [[one.key for one in what] for operation, what in objects.calls if operation == "put"]
     *parts, manifest = keys_of(objects)
-    assert puts == [parts, [manifest]] and len(parts) == 4
+    assert puts == [[part] for part in parts] + [[manifest]] and len(parts) == 4
     assert {one.group for operation, what in objects.calls if operation == "put" for one in what} == {"n"}
     objects.calls.clear()
     assert withdraw(objects, "n", TIMEOUT)
     assert objects.calls == [("get", [Read("n")]), ("remove", ["n"]), ("remove", parts)]
     assert objects.contains([*parts, "n"], TIMEOUT) == [False] * 5
+
+
+def test_one_part_is_digested_while_another_is_stored_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = [], []
+    changed = threading.Condition()
+
+    def noted(shelf: Shelf) -> Digested:
+        begun.append(shelf.index)
+        part = digest(shelf)
+        with changed:
+            ended.append(shelf.index)
+            changed.notify_all()
+        return part
+
+    def store(operation: str, what: list[Any]) -> None:
+        if operation == "put":
+            coming = min(len(objects.calls) + 1, 4)  # of four parts
+            with changed:
+                assert changed.wait_for(lambda: len(ended) == coming, TIMEOUT)
+            time.sleep(0.02)
+            assert begun == ended == list(range(coming))
+
+    monkeypatch.setattr(checkpoint, "digest", noted)
+    objects = Watched(MemoryObjects())
+    objects.before = store
+    assert put_in(objects) is Put.STORED and outcome(objects.inner) == "hit"
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("put", [Put.FULL, Put.FAILED, Put.LATE], ids=lambda put: put.value)
+def test_nothing_is_put_after_a_part_that_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, which: int, put: Put
+) -> None:
+    """Neither more parts nor a manifest, and nothing is still being digested when the call has ended."""
+    begun, ended = [], []
+
+    def slow(shelf: Shelf) -> Digested:
+        begun.append(shelf.index)
+        time.sleep(0.01)
+        ended.append(shelf.index)
+        return digest(shelf)
+
+    model = MemoryObjects()
+    put_in(model)
+    keys, objects = keys_of(model), Watched(MemoryObjects())
+    objects.fails[f"put {keys[which]}"] = put
+    monkeypatch.setattr(checkpoint, "digest", slow)
+    assert put_in(objects) is put
+    assert begun == ended == list(range(min(which + 2, 4)))
+    tried = [one.key for operation, what in objects.calls if operation == "put" for one in what]
+    assert tried == keys[: which + 1]
+
+
+def test_a_digest_that_fails_ends_it_without_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(shelf: Shelf) -> Digested:
+        if shelf.index == 2:
+            raise MemoryError
+        return digest(shelf)
+
+    monkeypatch.setattr(checkpoint, "digest", fails)
+    objects = MemoryObjects()
+    with pytest.raises(MemoryError):
+        put_in(objects)
+    assert outcome(objects) == "absent"
+    monkeypatch.undo()
+    assert put_in(objects) is Put.STORED and outcome(objects) == "hit"
+
+
+def test_a_leaf_that_is_refused_is_so_before_anything_is_stored() -> None:
+    objects = Watched(MemoryObjects())
+    with pytest.raises(ValueError, match="zz"):
+        publish(objects, "n", arrays() | {"zz": np.zeros(3, ">f4")}, ABOUT, TIMEOUT, PART)
+    assert not objects.calls
 
 
 def test_withdrawing_what_is_not_there_is_done(objects: Objects) -> None:

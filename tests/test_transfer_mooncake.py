@@ -65,6 +65,7 @@ SIZES = {
     "small": [7] * 100,
     "straight": [STRAIGHT],
     "large": [20 * MIB + 3],
+    "strides": [STRAIGHT - 1] * 18,
     "mixed": [64, STRAIGHT, 0, 100, 3 * MIB + 1, STRAIGHT - 1, 2 * MIB, 5],
 }
 

@@ -13,7 +13,8 @@ from mooncake_fake import FakeStore, Open, codes, item, opening, outcomes, rando
 from transfer import Item, Put, Read
 from transfer.mooncake import call
 from transfer.mooncake.codes import outcome
-from transfer.mooncake.puts import STRAIGHT, extend
+from transfer.mooncake.puts import STRAIGHT
+from transfer.mooncake.strides import extend
 
 SOON, LONG = 0.15, 20.0
 MIB = 2**20

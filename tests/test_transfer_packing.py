@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from xxhash import xxh3_128_hexdigest
 
-from transfer import About, MemoryObjects, Put, Read, fetch, publish
+from transfer import About, MemoryObjects, Put, Read, fetch, packing, publish
 from transfer.aligned import ALIGNMENT, align, empty, is_aligned
+from transfer.beside import beside
 from transfer.dtypes import DTYPES
 from transfer.manifest import (
     BODY,
@@ -164,6 +166,31 @@ def test_a_leaf_is_cut_only_if_it_is_larger_than_a_part() -> None:
         "i": [(6, 192, 64)],
     }
     assert [part.nbytes for part in packed.manifest.parts] == [158, 200, 256, 256, 256, 193, 256]
+
+
+@pytest.mark.parametrize("sizes", [[5], [100, 1, 2], [1, 2, 100], [64] * 9, [7, 0, 50, 300]], ids=str)
+@pytest.mark.parametrize("together", [1, 10**9], ids=["two threads", "one"])
+def test_every_run_of_bytes_has_its_digest(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], together: int
+) -> None:
+    monkeypatch.setattr(packing, "TOGETHER", together)
+    arrays = {f"{i}": random_array(i, "uint8", (size,)) for i, size in enumerate(sizes)}
+    packed = pack(arrays, ABOUT, 128)
+    for leaf in packed.manifest.leaves:
+        start = 0
+        for segment in leaf.segments:
+            raw = arrays[leaf.name][start : start + segment.nbytes]
+            assert segment.digest == xxh3_128_hexdigest(raw.tobytes())
+            start += segment.nbytes
+    assert packed.manifest.parts == parts_of(packed.manifest.leaves)
+
+
+def test_a_second_thread_digests_where_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = []
+    monkeypatch.setattr(packing, "beside", lambda work: began.append(work) or beside(work))
+    for count, expected in ((1, 0), (3, 1)):
+        pack({f"{i}": random_array(i, "uint8", (packing.TOGETHER // 2 - 1,)) for i in range(count)}, ABOUT)
+        assert len(began) == expected
 
 
 def test_equal_arrays_pack_to_equal_bytes() -> None:

@@ -7,16 +7,18 @@ its content in it, so that two writers of one name never mix: the first manifest
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from time import monotonic
 from typing import NamedTuple
 
 from numpy.typing import NDArray
 
+from transfer.beside import ahead
 from transfer.calls import deadline
 from transfer.counters import Recorder
 from transfer.manifest import About, Manifest, Miss, Unreadable, decode, encode
 from transfer.objects import Bytes, Item, Objects, Put, Read
-from transfer.packing import PART_NBYTES, pack, runs, unpack
+from transfer.packing import PART_NBYTES, Digested, Layout, digest, lay_out, manifest_of, runs, unpack
 
 
 class Checkpoint(NamedTuple):
@@ -67,16 +69,17 @@ def publish(
     recorder = recorder or Recorder()
     with recorder.call("publish") as ended:
         until = deadline(timeout)
-        manifest, parts, copied = pack(arrays, about, part_nbytes)
-        recorder.add(copied=copied)
-        items = [Item(key, part, name) for key, part in zip(manifest.part_keys(name), parts)]
-        last = Item(name, [encode(manifest)], name)
-        puts = _put_parts(objects, items, until)
-        put = next((one for one in puts if not one.there), None) or _put_manifest(objects, last, until)
+        layout = lay_out(arrays, about, part_nbytes)
+        recorder.add(copied=layout.copied)
+        parts, puts = _put_parts(objects, name, layout, until)
+        put, nbytes = puts[-1] if puts else Put.STORED, sum(part.part.nbytes for part in parts)
+        if put.there:
+            last = Item(name, [encode(manifest_of(layout, about, parts))], name)
+            put, nbytes = _put_manifest(objects, last, until), nbytes + last.nbytes
         if not put.there and put is not Put.LATE:
-            own = [item.key for item, one in zip(items, puts) if one is Put.STORED]
+            own = [part.part.key(name) for part, one in zip(parts, puts) if one is Put.STORED]
             _take_back(objects, name, own, there=put is Put.CONFLICT, until=until)
-        ended.append((put.value, last.nbytes + sum(item.nbytes for item in items)))
+        ended.append((put.value, nbytes))
         return put
 
 
@@ -132,23 +135,31 @@ def withdraw(objects: Objects, name: str, timeout: float) -> bool:
     return all(_remove(objects, keys, until))
 
 
-def _put_parts(objects: Objects, items: Sequence[Item], until: float) -> list[Put]:
-    """Stores the parts. One that is there with another size is damaged, as its key has its content in it: it goes."""
-    puts = _put(objects, items, until)
-    damaged = [item for item, put in zip(items, puts) if put is Put.CONFLICT]
-    if not damaged:
-        return puts
-    again = [Put.FAILED] * len(damaged)
-    if all(_remove(objects, [item.key for item in damaged], until, force=True)):
-        again = [Put.FAILED if put is Put.CONFLICT else put for put in _put(objects, damaged, until)]
-    renewed = iter(again)
-    return [next(renewed) if put is Put.CONFLICT else put for put in puts]
+def _put_parts(objects: Objects, name: str, layout: Layout, until: float) -> tuple[list[Digested], list[Put]]:
+    """Stores the parts up to the first that cannot be, and how each ended. The next one is digested meanwhile."""
+    parts: list[Digested] = []
+    puts: list[Put] = []
+    with closing(ahead(digest, layout.shelves)) as digested:
+        for part in digested:
+            parts.append(part)
+            puts.append(_put_part(objects, Item(part.part.key(name), part.pieces, name), until))
+            if not puts[-1].there:
+                break
+    return parts, puts
+
+
+def _put_part(objects: Objects, item: Item, until: float) -> Put:
+    """Stores a part. If it is there with another size it is damaged, as its key has its content in it: it goes."""
+    put = _put(objects, item, until)
+    if put is Put.CONFLICT and all(_remove(objects, [item.key], until, force=True)):
+        put = _put(objects, item, until)
+    return Put.FAILED if put is Put.CONFLICT else put
 
 
 def _put_manifest(objects: Objects, item: Item, until: float) -> Put:
     """Stores the manifest; if there is one, tells an equal one from another one and from a damaged one."""
     for _ in range(2):
-        put = _put(objects, [item], until)[0]
+        put = _put(objects, item, until)
         if put not in (Put.HELD, Put.CONFLICT):
             return put
         held = _get(objects, [Read(item.key)], until)[0]
@@ -211,9 +222,9 @@ def _manifest(objects: Objects, name: str, until: float) -> Manifest:
 # a store's call with what is left of the time; without any, as if it had been late
 
 
-def _put(objects: Objects, items: Sequence[Item], until: float) -> list[Put]:
+def _put(objects: Objects, item: Item, until: float) -> Put:
     left = until - monotonic()
-    return objects.put(items, left) if items and left > 0 else [Put.LATE] * len(items)
+    return objects.put([item], left)[0] if left > 0 else Put.LATE
 
 
 def _get(objects: Objects, reads: Sequence[Read], until: float) -> list[Bytes | None]:

@@ -105,6 +105,10 @@ class Part(NamedTuple):
     digest: str
     nbytes: int
 
+    def key(self, name: str) -> str:
+        """The key of a part of a checkpoint called `name`. Parts of other bytes have other keys."""
+        return f"{name}/{self.digest}"
+
 
 class Manifest(NamedTuple):
     """A checkpoint without its bytes."""
@@ -114,8 +118,8 @@ class Manifest(NamedTuple):
     leaves: tuple[Leaf, ...]
 
     def part_keys(self, name: str) -> list[str]:
-        """The keys of the parts of a checkpoint called `name`. Parts of other bytes have other keys."""
-        return [f"{name}/{part.digest}" for part in self.parts]
+        """The keys of the parts of a checkpoint called `name`."""
+        return [part.key(name) for part in self.parts]
 
 
 def parts_of(leaves: Iterable[Leaf]) -> tuple[Part, ...]:
@@ -124,10 +128,10 @@ def parts_of(leaves: Iterable[Leaf]) -> tuple[Part, ...]:
     for leaf in leaves:
         for segment in leaf.segments:
             within.setdefault(segment.part, []).append(segment)
-    return tuple(_part(segments) for segments in within.values())
+    return tuple(part_of(segments) for segments in within.values())
 
 
-def _part(segments: Sequence[Segment]) -> Part:
+def part_of(segments: Sequence[Segment]) -> Part:
     """The part that is made of these segments."""
     content = "\n".join(f"{index} {offset} {nbytes} {digest}" for index, offset, nbytes, digest in segments)
     end = segments[-1].offset + segments[-1].nbytes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -10,13 +12,58 @@ import xxhash
 from numpy.typing import NDArray
 
 from transfer.aligned import ALIGNMENT, align, is_aligned, join
+from transfer.beside import beside
 from transfer.dtypes import DTYPES, dtype_name
-from transfer.manifest import About, Leaf, Manifest, Miss, Segment, Unreadable, parts_of
+from transfer.manifest import About, Leaf, Manifest, Miss, Part, Segment, Unreadable, part_of
 from transfer.objects import Bytes
 
 PART_NBYTES = 64 * 2**20
+TOGETHER = 2**20  # bytes from which on a second thread helps
 ZEROS = np.zeros(ALIGNMENT, np.uint8)
 ZEROS.flags.writeable = False
+
+
+class Place(NamedTuple):
+    """Where bytes of a leaf go: to `offset` of a part."""
+
+    leaf: str
+    offset: int
+    raw: Bytes
+
+
+class Shelf(NamedTuple):
+    """A part before its digests: its index, and what lies in it, in order."""
+
+    index: int
+    places: tuple[Place, ...]
+
+
+class Layout(NamedTuple):
+    """Where all arrays go.
+
+    Attributes:
+        arrays: by name, with their dtypes as in `transfer.dtypes`.
+        shelves: the parts. Their bytes are the arrays' own, but for those of arrays that are not contiguous.
+        copied: bytes of the arrays that are not contiguous, and had to be copied.
+    """
+
+    arrays: Mapping[str, tuple[NDArray, str]]
+    shelves: tuple[Shelf, ...]
+    copied: int
+
+
+class Digested(NamedTuple):
+    """A part to store.
+
+    Attributes:
+        part: its length and its digest.
+        pieces: its bytes, which are the caller's own memory and zeros between.
+        segments: by the name of the leaf whose they are; a leaf has one in a part.
+    """
+
+    part: Part
+    pieces: tuple[Bytes, ...]
+    segments: dict[str, Segment]
 
 
 class Packed(NamedTuple):
@@ -34,8 +81,14 @@ class Packed(NamedTuple):
 
 
 def pack(arrays: Mapping[str, NDArray], about: About, part_nbytes: int = PART_NBYTES) -> Packed:
-    """Lays arrays out in parts, in the order of their names, and digests every byte once. Copies nothing that is
-    contiguous in C order.
+    """Lays arrays out in parts, and digests every byte once. See `lay_out`."""
+    layout = lay_out(arrays, about, part_nbytes)
+    parts = [digest(shelf) for shelf in layout.shelves]
+    return Packed(manifest_of(layout, about, parts), tuple(part.pieces for part in parts), layout.copied)
+
+
+def lay_out(arrays: Mapping[str, NDArray], about: About, part_nbytes: int = PART_NBYTES) -> Layout:
+    """Lays arrays out in parts, in the order of their names. Copies nothing that is contiguous in C order.
 
     A leaf goes to the next part if the current one has no room for it, and is cut only if no part had.
 
@@ -48,26 +101,56 @@ def pack(arrays: Mapping[str, NDArray], about: About, part_nbytes: int = PART_NB
         ValueError: for another dtype or byte order, with the leaf's name, and for a bad `part_nbytes` or `about`.
     """
     _check(arrays, about, part_nbytes)
-    leaves: list[Leaf] = []
-    parts: list[list[Bytes]] = []
+    named = {name: (arrays[name], dtype_name(name, arrays[name])) for name in sorted(arrays)}
+    shelves: list[list[Place]] = []
     end, copied = part_nbytes, 0  # what the current part holds: before the first, no room
-    for name in sorted(arrays):
-        array, dtype, segments = arrays[name], dtype_name(name, arrays[name]), []
+    for name, (array, _) in named.items():
         if not array.flags.c_contiguous:
             array, copied = np.array(array, order="C"), copied + array.nbytes
         raw = array.reshape(-1).view(np.uint8)
         for start in range(0, raw.nbytes, part_nbytes):
             piece, offset = raw[start : start + part_nbytes], align(end)
             if offset + piece.nbytes > part_nbytes:
-                parts.append([])
-                end = offset = 0
-            digest = xxhash.xxh3_128_hexdigest(piece.data)
-            segments.append(Segment(len(parts) - 1, offset, piece.nbytes, digest))
-            parts[-1] += [ZEROS[: offset - end], piece] if offset > end else [piece]
+                shelves.append([])
+                offset = 0
+            shelves[-1].append(Place(name, offset, piece))
             end = offset + piece.nbytes
-        leaves.append(Leaf(name, dtype, array.shape, tuple(segments)))
-    manifest = Manifest(about, parts_of(leaves), tuple(leaves))
-    return Packed(manifest, tuple(map(tuple, parts)), copied)
+    return Layout(named, tuple(Shelf(i, tuple(places)) for i, places in enumerate(shelves)), copied)
+
+
+def digest(shelf: Shelf) -> Digested:
+    """A part with the digests of all its bytes, on two threads if there are many."""
+    pieces: list[Bytes] = []
+    segments: dict[str, Segment] = {}
+    end = 0
+    for (leaf, offset, raw), text in zip(shelf.places, _digests([place.raw for place in shelf.places])):
+        segments[leaf] = Segment(shelf.index, offset, raw.nbytes, text)
+        pieces += [ZEROS[: offset - end], raw] if offset > end else [raw]
+        end = offset + raw.nbytes
+    return Digested(part_of(list(segments.values())), tuple(pieces), segments)
+
+
+def _digests(pieces: Sequence[Bytes]) -> list[str]:
+    """The xxh3_128 of each as hex. One core does not read memory as fast as it can be read: two have half each."""
+    ends = list(accumulate(piece.nbytes for piece in pieces))
+    if ends[-1] < TOGETHER:
+        return _digests_of(pieces)
+    half = bisect(ends, ends[-1] // 2)
+    others = beside(lambda: _digests_of(pieces[half:]))
+    return [*_digests_of(pieces[:half]), *others.result()]
+
+
+def _digests_of(pieces: Sequence[Bytes]) -> list[str]:
+    return [xxhash.xxh3_128_hexdigest(piece.data) for piece in pieces]
+
+
+def manifest_of(layout: Layout, about: About, parts: Sequence[Digested]) -> Manifest:
+    """The manifest of arrays all of whose parts are digested."""
+    leaves = (
+        Leaf(name, dtype, array.shape, tuple(part.segments[name] for part in parts if name in part.segments))
+        for name, (array, dtype) in layout.arrays.items()
+    )
+    return Manifest(about, tuple(part.part for part in parts), tuple(leaves))
 
 
 def _check(arrays: Mapping[str, NDArray], about: About, part_nbytes: int) -> None:

@@ -10,6 +10,7 @@ SHORT = -600  # of a get: beyond the object's end
 BUSY = -600  # of a put: another thread of this process is putting the same name
 UNFINISHED = -703
 EXISTS = -705
+LATE = -10_000  # none of Mooncake's: no time was left
 
 OUTCOMES = {
     -200: "full",  # no room now, no segment as large, or nobody who lends memory
@@ -21,6 +22,7 @@ OUTCOMES = {
     -801: "checksum",
     -900: "unreachable",  # the master does not answer
     -901: "unreachable",
+    LATE: "late",
 }
 """The outcome by which `Counters` knows a code; any other negative one is `refused`."""
 

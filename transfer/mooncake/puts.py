@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, groupby
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from itertools import accumulate
 
 import numpy as np
 
+from transfer.beside import ahead
 from transfer.counters import Recorder
 from transfer.mooncake.call import Call, batches
-from transfer.mooncake.codes import BUSY, EXISTS, FAILED, UNFINISHED, outcome
+from transfer.mooncake.codes import BUSY, EXISTS, FAILED, LATE, UNFINISHED, outcome
 from transfer.mooncake.library import Library
 from transfer.mooncake.memory import Memory
 from transfer.mooncake.settings import MIB
+from transfer.mooncake.strides import Runs, stage, staged_nbytes, strides
 from transfer.objects import Bytes, Item
 
 STRAIGHT = MIB  # bytes of a piece from which on a transfer of its own costs less than a copy
@@ -58,7 +61,7 @@ class Puts:
         mine = [n for n, code in enumerate(begun) if code == 0]
         codes = [{0: FAILED, BUSY: UNFINISHED}.get(code, code) for code in begun]
         try:
-            for n, nbytes in zip(mine, self._write([items[n] for n in mine])):
+            for n, nbytes in zip(mine, self._write([items[n] for n in mine], call)):
                 codes[n] = 0 if nbytes == items[n].nbytes else min(nbytes, FAILED)
             whole = [n for n in mine if codes[n] == 0]
             for n, code in zip(whole, store.batch_put_session_end([items[n].key for n in whole])):
@@ -75,45 +78,39 @@ class Puts:
         size = self._library.store.get_size(item.key)
         return outcome(size) if size < 0 else word if size == item.nbytes else "conflict"
 
-    def _write(self, items: Sequence[Item]) -> list[int]:
-        """Bytes that were written of each object, or a code."""
-        if not items:
-            return []
-        staged = [sum(piece.nbytes for piece in item.pieces if self._is_staged(piece)) for item in items]
-        with self._memory.lent([sum(staged)] if any(staged) else []) as blocks:
-            ends = accumulate(staged)
-            rooms = [blocks[0][end - nbytes : end] if blocks else EMPTY for nbytes, end in zip(staged, ends)]
-            runs = [self._runs(item, room) for item, room in zip(items, rooms)]
-            self._recorder.add(copied=sum(staged))
-            return self._library.store.batch_put_from_multi_buffer_ranges(
-                [item.key for item in items],
-                [[address for address, _ in run] for run in runs],
-                [[nbytes for _, nbytes in run] for run in runs],
-                [list(accumulate((nbytes for _, nbytes in run[:-1]), initial=0)) for run in runs],
-            )
+    def _write(self, items: Sequence[Item], call: Call) -> list[int]:
+        """Bytes that were written of each object, or a code. A stride is copied while the one before it is sent."""
+        written = [0] * len(items)
+        todo = strides(items, self._is_staged) if items else []
+        copies = [staged_nbytes(stride) for stride in todo]
+        self._recorder.add(copied=sum(copies))
+        with self._memory.lent([max(copies)] * min(len(copies), 2) if any(copies) else []) as rooms:
+            turns = [(stride, rooms[i % 2] if rooms else EMPTY) for i, stride in enumerate(todo)]
+            with closing(ahead(lambda turn: stage(*turn), turns)) as staged:
+                for i, runs in enumerate(staged):
+                    if i and not call.in_time():
+                        return [
+                            LATE if 0 <= done < item.nbytes else done for item, done in zip(items, written)
+                        ]
+                    self._send(items, runs, written)
+        return written
 
-    def _runs(self, item: Item, room: Bytes) -> list[tuple[int, int]]:
-        """Where the object's bytes lie, as (address, bytes); the small pieces are copied to `room`."""
-        runs: list[tuple[int, int]] = []
-        for small, group in groupby(item.pieces, self._is_staged):
-            pieces = list(group)
-            if small:
-                nbytes = sum(piece.nbytes for piece in pieces)
-                pieces, room = [np.concatenate(pieces, out=room[:nbytes])], room[nbytes:]
-            for piece in pieces:
-                extend(runs, piece)
-        return runs
+    def _send(self, items: Sequence[Item], runs: Mapping[int, Runs], written: list[int]) -> None:
+        """Writes the next bytes of the objects that nothing has failed of, and adds them up."""
+        live = {n: run for n, run in runs.items() if written[n] >= 0}
+        if not live:
+            return
+        codes = self._library.store.batch_put_from_multi_buffer_ranges(
+            [items[n].key for n in live],
+            [[address for address, _ in run.runs] for run in live.values()],
+            [[nbytes for _, nbytes in run.runs] for run in live.values()],
+            [
+                list(accumulate((nbytes for _, nbytes in run.runs[:-1]), initial=run.offset))
+                for run in live.values()
+            ],
+        )
+        for (n, run), code in zip(live.items(), codes, strict=True):
+            written[n] = written[n] + code if code == run.nbytes else min(code, FAILED)
 
     def _is_staged(self, piece: Bytes) -> bool:
         return self._from is None or piece.nbytes < self._from
-
-
-def extend(runs: list[tuple[int, int]], piece: Bytes) -> None:
-    """Adds a piece to runs of (address, bytes): to the last one if it begins where that ends."""
-    if not piece.nbytes:
-        return
-    address = piece.ctypes.data
-    if runs and sum(runs[-1]) == address:
-        runs[-1] = (runs[-1][0], runs[-1][1] + piece.nbytes)
-    else:
-        runs.append((address, piece.nbytes))
