@@ -195,10 +195,11 @@ def test_two_writers_of_one_name(seeds: tuple[int, int], pair: tuple[Actor, Acto
         ((1, 0.002), None),
         ((1, 0.01), None),
         ((1, 0.03), None),
-        ((2, "before"), False),
-        ((2, "after"), True),
+        ((5, "after"), False),
+        ((9, "before"), False),
+        ((9, "after"), True),
     ],
-    ids=["before_all", "2_ms", "10_ms", "30_ms", "before_the_manifest", "after_the_manifest"],
+    ids=["before_all", "2_ms", "10_ms", "30_ms", "half", "before_the_manifest", "after_the_manifest"],
 )
 def test_a_writer_dies_and_another_writes_the_name(
     die: tuple[int, str | float],
@@ -207,6 +208,7 @@ def test_a_writer_dies_and_another_writes_the_name(
     mooncake: LocalMooncake,
     pair: tuple[Actor, Actor],
 ) -> None:
+    """It puts 8 parts, then the manifest."""
     writer, reader = pair
     name, size = next(names), {"nbytes": 8 * MIB, "part_nbytes": MIB}
     with worker(mooncake) as dying:
