@@ -54,7 +54,7 @@ def load(
         unpack: write MXFP4 experts out in `dtype`, as training wants them: bfloat16 and float32 hold every value.
             Otherwise they stay packed, and are unpacked one by one as tokens reach them.
         sharding_of: (path of a parameter, its shape and dtype) -> how it lies on the devices. Each process then reads
-            what its own devices hold, and nothing else of the files. None puts all of it on the default device.
+            the rows of which its own devices hold something, and no others. None puts all on the default device.
 
     Raises:
         WeightsError: once, with everything that is wrong with the files: tensors missing, surplus, of the
