@@ -41,8 +41,9 @@ def load(
     """Loads a Kimi Linear or Kimi K3 model from a folder in Hugging Face's layout.
 
     The model is built from shapes alone and filled parameter by parameter, each tensor read to where it stays: the
-    peak of host memory is the model and a buffer smaller than its largest tensor. Of K3's checkpoints the text model is
-    loaded; the vision tower's tensors are set aside. Shows a progress bar when stderr is a terminal.
+    peak of memory is the model and a small buffer; for other devices the host holds one parameter at a time. Of K3's
+    checkpoints the text model is loaded; the vision tower's tensors are set aside. Shows a progress bar when stderr is
+    a terminal.
 
     Args:
         path: folder with `config.json` and `model.safetensors`, or an index and its shards; stored as
@@ -53,7 +54,7 @@ def load(
         unpack: write MXFP4 experts out in `dtype`, as training wants them: bfloat16 and float32 hold every value.
             Otherwise they stay packed, and are unpacked one by one as tokens reach them.
         sharding_of: (path of a parameter, its shape and dtype) -> how it lies on the devices. Each process then reads
-            what its own devices hold, and nothing else of the files. None puts all of it on the default device.
+            the rows of which its own devices hold something, and no others. None puts all on the default device.
 
     Raises:
         WeightsError: once, with everything that is wrong with the files: tensors missing, surplus, of the

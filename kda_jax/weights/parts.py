@@ -69,7 +69,10 @@ class Parts:
         self._buffer = np.empty(BLOCK_NBYTES, np.uint8)
 
     def read(self, sources: Sequence[Source], shape: jax.ShapeDtypeStruct, box: Box) -> np.ndarray:
-        """One part of a parameter. Of the files it reads what that part holds, and no other part's bytes.
+        """One part of a parameter.
+
+        Of the files it reads what that part holds: of experts those in it, of a matrix any part, of other tensors whole
+        rows.
 
         Args:
             sources: the tensors that fill the parameter.
@@ -106,9 +109,8 @@ class Parts:
             return
         if transform.columns_axis is not None and len(shape) == 2:
             columns, rest[transform.columns_axis] = within[transform.columns_axis], slice(None)
-        each = shape[0] // (
-            whole[axis].stop - whole[axis].start
-        )  # rows of the tensor for one entry along the axis
+        # rows of the tensor for one entry along the axis
+        each = shape[0] // (whole[axis].stop - whole[axis].start)
         nbytes = each * (columns.stop - columns.start) * self._dtype(source).itemsize
         first, last, rest[axis] = within[axis].start, within[axis].stop, slice(None)
         step = max(1, BLOCK_NBYTES // nbytes)
