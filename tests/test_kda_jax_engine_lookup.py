@@ -10,13 +10,14 @@ import pytest
 
 from kda_jax.engine.lookup import Lookup
 
-PLACES, LONGEST = 5, 8
+SHORTEST, LONGEST, PLACES = 2, 8, 5
+SIZES: dict[str, int] = dict(shortest=SHORTEST, longest=LONGEST, places=PLACES)
 
 
 def naive(text: list[int], most: int, stop_tokens: frozenset[int] = frozenset()) -> tuple[int, ...]:
     """What `Lookup` proposes, by looking at everything: the longest run, of equals the latest."""
     best = 0, 0
-    ends = [end for end in range(2, len(text)) if text[end - 2 : end] == text[-2:]]
+    ends = [end for end in range(SHORTEST, len(text)) if text[end - SHORTEST : end] == text[-SHORTEST:]]
     for end in ends[::-1][:PLACES]:
         length = next(
             (n for n in range(min(LONGEST, end)) if text[end - 1 - n] != text[-1 - n]), min(LONGEST, end)
@@ -41,7 +42,7 @@ def test_proposals_are_those_of_a_look_at_everything(vocab: int) -> None:
     for length in range(1, 40):
         text = rng.integers(0, vocab, length).tolist()
         stops = frozenset({int(rng.integers(0, 2 * vocab))})
-        lookup = Lookup(tokens(text), stop_tokens=stops, longest=LONGEST, places=PLACES)
+        lookup = Lookup(tokens(text), stop_tokens=stops, **SIZES)
         for _ in range(12):  # as the text grows by some tokens at a time
             most = int(rng.integers(0, 12))
             got = lookup.propose(tokens(text), most)
@@ -73,7 +74,13 @@ def test_proposals_are_those_of_a_look_at_everything(vocab: int) -> None:
     ],
 )
 def test_what_followed_the_same_tokens_is_proposed(text: list[int], most: int, want: tuple[int, ...]) -> None:
-    assert Lookup(tokens(text), stop_tokens=[0]).propose(tokens(text), most) == want
+    assert Lookup(tokens(text), stop_tokens=[0], shortest=2).propose(tokens(text), most) == want
+
+
+def test_a_short_run_is_no_reason() -> None:
+    text = [1, 2, 3, 4, 9, 2, 3]
+    assert Lookup(tokens(text)).propose(tokens(text), 8) == ()
+    assert Lookup(tokens([*text, 4])).propose(tokens([*text, 4]), 8) == (9, 2, 3)
 
 
 def test_a_token_costs_the_same_in_a_long_text() -> None:
@@ -82,7 +89,7 @@ def test_a_token_costs_the_same_in_a_long_text() -> None:
     def steps(behind: int, vocab: int) -> int:
         rng, count = np.random.default_rng(0), 0
         text = rng.integers(0, vocab, behind + 200).astype(np.int32)
-        lookup = Lookup(text[:behind])
+        lookup = Lookup(text[:behind], **SIZES)
 
         def trace(frame: object, event: str, argument: object) -> Any:
             nonlocal count
@@ -102,7 +109,7 @@ def test_a_token_costs_the_same_in_a_long_text() -> None:
         assert steps(100_000, vocab) < 1.2 * steps(10_000, vocab)
 
 
-@pytest.mark.parametrize("wrong", [dict(longest=1), dict(places=0)], ids=str)
+@pytest.mark.parametrize("wrong", [dict(longest=2), dict(shortest=0), dict(places=0)], ids=str)
 def test_bad_sizes_are_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="a run has two tokens and is looked for in one place"):
+    with pytest.raises(ValueError, match="runs of 0 < shortest <= longest tokens"):
         Lookup(tokens([1]), **wrong)

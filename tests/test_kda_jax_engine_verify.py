@@ -55,7 +55,7 @@ class Text:
     def __init__(self, number: int, prompt: list[int], sampler: Sampler) -> None:
         self.number, self.tokens, self.length = number, list(prompt), len(prompt)
         self.row = Row(0, [], 0, sampler, number)
-        self.lookup = Lookup(np.array(prompt, np.int32))
+        self.lookup = Lookup(np.array(prompt, np.int32), shortest=2)
         self.steps = 0
         self.logits: list[np.ndarray] = []
 
@@ -203,7 +203,7 @@ def test_tokens_are_those_of_plain_decoding(programs: Programs) -> None:
     some = compare(plain, generate(programs, prompts, most, knowing(plain, 0.2), samplers))
     found = compare(plain, generate(programs, prompts, most, looked_up, samplers))
     assert some.close == found.close == 0, "no two logits lie so close here that rounding changes their order"
-    assert some.steps < 0.6 * some.tokens and found.steps < 0.97 * found.tokens
+    assert some.steps < 0.6 * some.tokens and found.steps < found.tokens - 20
 
 
 def test_a_text_that_repeats_itself_takes_few_steps(programs: Programs) -> None:

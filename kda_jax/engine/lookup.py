@@ -24,31 +24,40 @@ class Drafter(Protocol):
 class Lookup:
     """Finds where the longest run of last tokens stood before, and proposes what followed it there.
 
-    Each pair of tokens knows where it stood last, and each place where its pair stood before, so that a token costs one
-    entry and a proposal a walk over a few places, however long the text is. Of equally long runs the latest counts. A
-    run of n tokens is worth n drafts: a short one is often there by chance.
+    Each run of the shortest length knows where it stood last, and each place where its run stood before: a token costs
+    one entry, and a proposal a walk over a few places, however long the text is. Of equally long runs the latest
+    counts. A run of n tokens is worth n drafts: a short one is often there by chance.
     """
 
     def __init__(
-        self, tokens: Tokens, *, stop_tokens: Iterable[int] = (), longest: int = 16, places: int = 16
+        self,
+        tokens: Tokens,
+        *,
+        stop_tokens: Iterable[int] = (),
+        shortest: int = 3,
+        longest: int = 16,
+        places: int = 16,
     ) -> None:
         """
         Args:
             tokens: the prompt, int32 [T]; it is read here, so that the first proposal waits for nothing.
             stop_tokens: drafts end before them: nothing comes behind.
+            shortest: tokens that a run must have.
             longest: tokens of a run that are compared, and most drafts.
             places: most places that are looked at.
 
         Raises:
-            ValueError: a run that is shorter than a pair, or no place to look at.
+            ValueError: numbers that are not positive, or a longest run that is shorter than the shortest.
         """
-        if longest < 2 or places < 1:
+        if not 0 < shortest <= longest or places < 1:
             raise ValueError(
-                f"a run has two tokens and is looked for in one place, got {longest=}, {places=}"
+                f"runs of 0 < shortest <= longest tokens are looked for in a place at least, "
+                f"got {shortest=}, {longest=}, {places=}"
             )
-        self.stop_tokens, self.longest, self.places = frozenset(stop_tokens), longest, places
+        self.stop_tokens, self.shortest, self.longest = frozenset(stop_tokens), shortest, longest
+        self.places = places
         self._text: list[int] = []
-        self._last: dict[tuple[int, int], int] = {}
+        self._last: dict[tuple[int, ...], int] = {}
         self._before: list[int] = []
         self._read(tokens)
 
@@ -65,15 +74,15 @@ class Lookup:
         return tuple(drafts)
 
     def _read(self, tokens: Tokens) -> None:
-        """Takes in what came since; of each place, the index behind its pair."""
+        """Takes in what came since. A place is the index behind a run; 0 stands for none."""
         for token in tokens[len(self._text) :].tolist():
             self._text.append(token)
-            pair = (self._text[-2], token) if len(self._text) > 1 else (-1, token)
-            self._before.append(self._last.get(pair, 0))
-            self._last[pair] = len(self._text)
+            run = tuple(self._text[-self.shortest :])  # the first ones are shorter, and never seen again
+            self._before.append(self._last.get(run, 0))
+            self._last[run] = len(self._text)
 
     def _longest_run(self) -> tuple[int, int]:
-        """The index behind the longest run of last tokens that stood before, and its length; 0 and 0 for none."""
+        """The place of the longest run of last tokens that stood before, and its length; 0 and 0 for none."""
         end, best = self._before[-1] if self._before else 0, (0, 0)
         for _ in range(self.places):
             if end == 0:
