@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -183,6 +186,24 @@ def test_every_run_of_bytes_has_its_digest(
             assert segment.digest == xxh3_128_hexdigest(raw.tobytes())
             start += segment.nbytes
     assert packed.manifest.parts == parts_of(packed.manifest.leaves)
+
+
+def test_two_threads_digest_and_the_slower_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, began = threading.get_ident(), threading.Event()
+
+    def slow(data: memoryview) -> str:
+        if threading.get_ident() == here:
+            assert began.wait(TIMEOUT)
+        else:
+            began.set()
+            time.sleep(0.05)
+        return xxh3_128_hexdigest(data)
+
+    arrays = {f"{i}": random_array(i, "uint8", (64,)) for i in range(3)}
+    expected = pack(arrays, ABOUT).manifest
+    monkeypatch.setattr(packing, "TOGETHER", 1)
+    monkeypatch.setattr(packing, "xxhash", SimpleNamespace(xxh3_128_hexdigest=slow))
+    assert pack(arrays, ABOUT).manifest == expected
 
 
 def test_a_second_thread_digests_where_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
