@@ -136,7 +136,7 @@ def _figures(toolchain: Toolchain, mesh: Mesh, program: Program, whole: Program)
 def _print(figures: dict[str, Any]) -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(width=None if Console().is_terminal else 110)
     shown: dict[str, Table] = {}
     for record in figures["programs"]:
         if record["wrong"]:
@@ -147,7 +147,7 @@ def _print(figures: dict[str, Any]) -> None:
         )
         if title not in shown:
             shown[title] = table(
-                *(title, "program", "layers", "parameters", "state", "new results", "temporary", "in all"),
+                *(title, "program", "layers", "parameters", "state", "results", "temporary", "in all"),
                 "compile s",
             )
         held = record | {"seconds": f"{record['compile_s']:.0f}"}
