@@ -1,23 +1,36 @@
-"""What joins a model with the prefix cache, and with processes elsewhere."""
+"""What serves many conversations at once, and joins a model with the prefix cache and with processes elsewhere."""
 
 from kda_jax.engine.checkpoint import Checkpoint, cut, join
+from kda_jax.engine.engine import Closed, Engine
 from kda_jax.engine.memory import Layout, Memory
 from kda_jax.engine.object_storage import ObjectStorage, Stored
 from kda_jax.engine.programs import Chosen, Cut, Programs, Row
+from kda_jax.engine.request import Outcome, Overloaded, Refused
 from kda_jax.engine.shared import Resumed, Shared
+from kda_jax.engine.stream import Finished, Stream, Times, Token, Usage
 
 __all__ = [
     "Checkpoint",
     "Chosen",
+    "Closed",
     "Cut",
+    "Engine",
+    "Finished",
     "Layout",
     "Memory",
     "ObjectStorage",
+    "Outcome",
+    "Overloaded",
     "Programs",
+    "Refused",
     "Resumed",
     "Row",
     "Shared",
     "Stored",
+    "Stream",
+    "Times",
+    "Token",
+    "Usage",
     "cut",
     "join",
 ]

@@ -175,18 +175,27 @@ class Programs:
         to, position = self._snapshot_pages(pages, row.position), np.int32(row.position)
         return self._run(("snapshot", 0, 0), memory, np.int32(row.slot), self._table(row, 0), position, to)
 
-    def restore(self, memory: Memory, row: Row, pages: Sequence[int]) -> Memory:
-        """Writes a snapshot at `row.position` into the sequence's slot, and its rows of latents, if any, into the page
-        of `row.pages` that the position lies in. The whole pages before it are the caller's to name.
+    def restore(
+        self, memory: Memory, slot: int, position: int, pages: Sequence[int], last: int | None = None
+    ) -> Memory:
+        """Writes a snapshot at `position` into a sequence's slot, and its rows of latents, if any, into a page.
+
+        Args:
+            memory: the pools.
+            slot: the sequence's.
+            position: tokens before the snapshot.
+            pages: the snapshot's. Whole pages of latents before it are the caller's to name.
+            last: the sequence's page that `position` lies in; None where a page begins there.
 
         Raises:
             ValueError: another number of pages than the snapshot has, or no page for its rows.
         """
-        saved = self._snapshot_pages(pages, row.position)
-        last, inside = divmod(row.position, self.layout.page_rows)
-        table = self._table(row, 0)
-        page = np.int32(table[last] if inside else 0)
-        return self._run(("restore", 0, 0), memory, np.int32(row.slot), saved, page)
+        saved, inside = self._snapshot_pages(pages, position), position % self.layout.page_rows
+        if inside and not last:
+            raise ValueError(
+                f"a snapshot at {position} has {inside} rows of an unfinished page: give one for them"
+            )
+        return self._run(("restore", 0, 0), memory, np.int32(slot), saved, np.int32(last if inside else 0))
 
     def zero(self, memory: Memory, slot: int) -> Memory:
         """Makes a slot that of a sequence before its first token."""

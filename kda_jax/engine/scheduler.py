@@ -152,6 +152,19 @@ class Scheduler:
             live.stage = Stage.PREFILLING
         self._sweep()
 
+    def memory_lost(self, now: float) -> None:
+        """All pages and slots have lost what was in them: who has a slot fails, and the device tier is empty. Between
+        steps, when nobody else has pinned anything."""
+        assert self.in_flight is None, "a step is in flight"
+        for live in self.live.values():
+            self.holdings.unpin(live)
+            if live.slot is not None:
+                self._end(live, Outcome.FAILED)
+            if live.stage is Stage.SAVING:  # there is nothing left to save
+                live.stage = Stage.DECODING
+        self.pool.clear(now)
+        self._sweep()
+
     def report(self) -> Report:
         """What there is to tell since the last report."""
         report = Report(tuple(self._tokens), tuple(self._ended), tuple(self._published))

@@ -1,0 +1,296 @@
+"""The engine: many requests at once over one model, resumed from what the cache has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cache import Holder, Namespace, Store, Tier
+from cache.retention import Creation, Learned, Policy
+from kda_jax.engine.execution import Choice, Execution
+from kda_jax.engine.loop import Loop
+from kda_jax.engine.memory import Layout
+from kda_jax.engine.pages import Pages, Slots
+from kda_jax.engine.programs import Programs, Progress
+from kda_jax.engine.request import Overloaded, Refused, Request
+from kda_jax.engine.scheduler import Scheduler
+from kda_jax.engine.sizes import Sizes
+from kda_jax.engine.stream import Finished, Stream
+from kda_jax.forward import SplitModel, check_tokens, config_of, dtype_of, split
+from kda_jax.model import Model
+from kda_jax.sampling import Sampler
+
+
+class Closed(RuntimeError):
+    """The engine takes no more requests."""
+
+
+class Engine:
+    """Serves requests from any thread; one thread of its own owns the device.
+
+    Every request resumes from the deepest checkpoint of its tokens that is worth it, and leaves checkpoints behind:
+    where its prompt parts from others, at its prompt's end and at the end of what it generates.
+    """
+
+    def __init__(
+        self,
+        model: Model | SplitModel,
+        *,
+        namespace: Namespace,
+        slots: int = 8,
+        nbytes: int = 2**28,
+        max_tokens: int | None = None,
+        budget: int = 512,
+        page_rows: int = 64,
+        policy: Policy | None = None,
+        creation: Creation | None = None,
+        queued: int = 1_000_000,
+        stop_tokens: Sequence[int] = (),
+        progress: Progress | None = None,
+        programs: Programs | None = None,
+    ) -> None:
+        """Compiles all programs, and starts.
+
+        Args:
+            model: the model, or what `split` made of it.
+            namespace: what its states depend on, for the names of checkpoints.
+            slots: most requests that run at once; others wait.
+            nbytes: of device memory, beside the model's own.
+            max_tokens: most tokens of a request, prompt and generated; the model's limit when None.
+            budget: tokens that a step computes at most, over all requests.
+            page_rows: tokens a page of latents.
+            policy: an empty one, what to keep; the default learns it.
+            creation: which checkpoints are made; the policy's own choice when None.
+            queued: most prompt tokens that wait; beyond, `submit` refuses.
+            stop_tokens: where requests end that name none.
+            progress: told of each program before it is compiled.
+            programs: compiled ones of this model and these sizes, of another engine that is closed.
+
+        Raises:
+            ValueError: sizes that do not fit each other or the model.
+        """
+        parts = model if isinstance(model, tuple) else split(model)
+        self.config = config_of(parts)
+        layout = Layout.within(
+            self.config,
+            dtype_of(parts[1]),
+            nbytes=nbytes,
+            num_slots=slots + 1,
+            page_rows=page_rows,
+            max_tokens=max_tokens,
+        )
+        sizes = Sizes(rows=page_rows, state_pages=layout.state_pages + 1, budget=budget, queued=2**62)
+        if programs is None:
+            programs = Programs(parts, layout, most_tokens=budget, most_cuts=sizes.snapshots)
+            programs.compile_all(progress)
+        elif programs.layout != layout or programs.chunks[-1] < budget:
+            raise ValueError(f"these programs are for {programs.layout}, the engine's sizes give {layout}")
+        self.layout, self.programs, self._namespace = layout, programs, namespace
+        pages = Pages(layout.num_pages, layout.page_nbytes)
+        store = Store.empty(
+            {Tier.DEVICE: pages.capacity * layout.page_nbytes},
+            policy or Learned(),
+            state_nbytes=layout.state_pages * layout.page_nbytes,
+            row_nbytes=layout.page_nbytes // page_rows,
+            page=page_rows,
+        )
+        self._holder, self._creation, self._queued = Holder(store), creation, queued
+        del store  # old versions keep pages
+        self._stops = frozenset(stop_tokens)
+        choices: dict[int, Choice] = {}
+        scheduler = Scheduler(self._holder, pages, Slots(layout.num_slots), sizes, creation or Creation())
+        self._loop = Loop(scheduler, Execution(programs, choices), choices, time.monotonic)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock, self._ids, self._arriving = threading.Lock(), itertools.count(), 0
+        self._closed: str | None = None
+        self._waiting = 0
+        self._thread = threading.Thread(target=self._run, name="kda-jax engine", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        tokens: ArrayLike,
+        *,
+        max_new_tokens: int,
+        sampler: Sampler = Sampler(),
+        seed: int = 0,
+        stop_tokens: Sequence[int] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        tenant: str = "",
+        logprobs: int = 0,
+    ) -> Stream:
+        """Takes a request; its tokens come on the stream. Never waits for the device.
+
+        Args:
+            tokens: the prompt, token ids [T].
+            max_new_tokens: most tokens to generate.
+            sampler, seed: how tokens are chosen (`make_sampler`); the same seed gives the same tokens.
+            stop_tokens: tokens that end the request, and are not among its tokens; the engine's own when None.
+            priority: higher goes first.
+            timeout: seconds after which it is given up.
+            tenant: requests share checkpoints with those of the same tenant alone.
+            logprobs: how many of the likeliest tokens to tell with each token, and its own logarithm of probability; 0
+                for neither.
+
+        Raises:
+            ValueError: tokens that are none, and numbers out of range.
+            Refused: prompt and new tokens are more than the engine is made for.
+            Overloaded: too many tokens wait already.
+            Closed: the engine is closed, or about to be.
+        """
+        ids = check_tokens(tokens, self.config, 1)
+        if sampler.repetition_penalty is not None:
+            raise ValueError(
+                "repetition_penalty is not for rows of a batch: leave it at 1, or use `generate`"
+            )
+        if max_new_tokens < 1 or logprobs < 0 or (timeout is not None and timeout <= 0):
+            raise ValueError(
+                f"{max_new_tokens=} must be positive, {logprobs=} not negative and {timeout=} positive or None"
+            )
+        self._check_size(len(ids), max_new_tokens)
+        stops = self._stops if stop_tokens is None else frozenset(stop_tokens)
+        choice = Choice(sampler, seed, stops, min(logprobs, self.config.vocab_size))
+        now = time.monotonic()
+        with self._lock:
+            if self._closed:
+                raise Closed(self._closed)
+            waiting = self._waiting + self._arriving
+            if waiting + len(ids) > self._queued:
+                raise Overloaded(f"{waiting} tokens wait, the most is {self._queued}: come again later")
+            self._arriving += len(ids)
+            request = Request(
+                id=next(self._ids),
+                namespace=_digest(self._namespace, tenant),
+                tokens=ids,
+                max_new_tokens=max_new_tokens,
+                priority=priority,
+                deadline=None if timeout is None else now + timeout,
+            )
+            stream = Stream(request.id, self._cancel)
+            self._inbox.put(functools.partial(self._arrive, request, stream, choice, now))
+        return stream
+
+    def generate(
+        self,
+        prompts: Sequence[ArrayLike],
+        *,
+        max_new_tokens: int,
+        sampler: Sampler = Sampler(),
+        seed: int = 0,
+        stop_tokens: Sequence[int] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        tenant: str = "",
+        logprobs: int = 0,
+    ) -> list[Finished]:
+        """Submits prompts and waits for all of them; arguments and errors as `submit`, whose queue takes them."""
+        streams = [
+            self.submit(
+                tokens,
+                max_new_tokens=max_new_tokens,
+                sampler=sampler,
+                seed=seed,
+                stop_tokens=stop_tokens,
+                priority=priority,
+                timeout=timeout,
+                tenant=tenant,
+                logprobs=logprobs,
+            )
+            for tokens in prompts
+        ]
+        return [stream.result() for stream in streams]
+
+    def close(self) -> None:
+        """Ends every request as cancelled, and the thread. A second close does nothing."""
+        with self._lock:
+            self._closed = self._closed or "the engine is closed"
+        self._inbox.put(self._stop)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_size(self, prompt: int, new: int) -> None:
+        most = min(self.layout.max_tokens, (self.layout.num_pages - 1) * self.layout.page_rows)
+        if prompt + new > most:
+            raise Refused(
+                f"{prompt} tokens and {new} new ones are more than the {most} that the engine is made for: shorten the "
+                "prompt or max_new_tokens"
+            )
+
+    # On the engine's thread
+
+    def _run(self) -> None:
+        self._stopping = False
+        due: float | None = None
+        try:
+            while not self._stopping:
+                self._take(due)
+                self._loop.scheduler.creation = self._kinds()
+                due = self._loop.turn()
+                self._waiting = self._loop.scheduler.holdings.queued
+        except BaseException as error:
+            self._break(f"the engine failed: {type(error).__name__}: {error}")
+            raise
+
+    def _take(self, due: float | None) -> None:
+        """What has come; waits for it until a step is due."""
+        wait = None if due is None else max(0.0, due - time.monotonic())
+        try:
+            self._inbox.get(timeout=wait)() if wait != 0 else self._inbox.get_nowait()()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _arrive(self, request: Request, stream: Stream, choice: Choice, now: float) -> None:
+        self._loop.submit(request, stream, choice, now)
+        with self._lock:
+            self._arriving -= len(request.tokens)
+            self._waiting += len(request.tokens)
+
+    def _cancel(self, id: int) -> None:
+        """On any thread."""
+        self._inbox.put(lambda: self._loop.cancel(id))
+
+    def _stop(self) -> None:
+        for id in list(self._loop.asked):
+            self._loop.cancel(id)
+        self._stopping = True
+
+    def _break(self, error: str) -> None:
+        """Nobody waits for an engine that is no more."""
+        with self._lock:
+            self._closed = error
+        self._loop.end_all(error)
+        self._stopping = True
+
+    def _kinds(self) -> Creation:
+        """Which checkpoints are made: what the policy says by now, where the caller did not."""
+        return self._creation or self._holder.store.shelves[Tier.DEVICE].policy.creation
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(namespace: Namespace, tenant: str) -> bytes:
+    """The namespace of a tenant; that of no tenant is the engine's own."""
+    if not tenant:
+        return namespace.digest()
+    name = tenant.encode()
+    salt = len(namespace.salt).to_bytes(8, "little") + namespace.salt + name
+    return dataclasses.replace(namespace, salt=salt).digest()

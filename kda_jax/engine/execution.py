@@ -1,0 +1,151 @@
+"""A step's work on the device: the scheduler's words as calls of the programs, and one wait for the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from kda_jax.engine.memory import Memory
+from kda_jax.engine.programs import Chosen, Cut, Programs
+from kda_jax.engine.programs import Row as Lane
+from kda_jax.engine.stream import Token
+from kda_jax.engine.work import Chunk, Restore, Results, Row, Sampled, Snapshot, Work
+from kda_jax.sampling import Sampler
+
+
+class Choice(NamedTuple):
+    """How a request's tokens are chosen, and when it has enough.
+
+    Attributes:
+        sampler, seed: as in `kda_jax.sampling`.
+        stop_tokens: tokens that end it.
+        logprobs: how many of the likeliest tokens are told with each; 0 for none, and no logarithm either.
+    """
+
+    sampler: Sampler
+    seed: int
+    stop_tokens: frozenset[int]
+    logprobs: int
+
+
+class MemoryLost(Exception):
+    """A program failed after it had taken the memory: what was in it is gone."""
+
+
+class Execution:
+    """The memory, and what work does to it. One thread calls.
+
+    Attributes:
+        memory: on the device.
+        tokens: what the last step chose, by request.
+        errors: why parts of the last step failed, by request.
+    """
+
+    def __init__(self, programs: Programs, choices: Mapping[int, Choice]) -> None:
+        """
+        Args:
+            programs: compiled.
+            choices: by request; whoever adds work for a request adds its choice first.
+        """
+        self.programs, self.memory, self._choices = programs, programs.empty(), choices
+        self.tokens: dict[int, Token] = {}
+        self.errors: dict[int, str] = {}
+
+    def run(self, work: Work) -> Results:
+        """Executes a step, except for its loads.
+
+        Raises:
+            MemoryLost: if the memory went with a failure. All parts of the step have failed, and `reset` makes another.
+        """
+        self.tokens, self.errors = {}, {}
+        chosen: list[tuple[list[int], Chosen]] = []
+        for snapshot in work.snapshots:
+            self._call([snapshot.id], lambda: self._snapshot(snapshot))
+        for slot in work.zeros:
+            self._call([], lambda: self.programs.zero(self.memory, slot))
+        for restore in work.restores:
+            self._call([restore.id], lambda: self._restore(restore))
+        for chunk in work.chunks:
+            if chunk.id not in self.errors:
+                self._call([chunk.id], lambda: self._chunk(chunk, chosen))
+        if work.rows:
+            self._call([row.id for row in work.rows], lambda: self._rows(work.rows, chosen))
+        sampled = self._read(chosen)
+        return Results(sampled, frozenset(self.errors))
+
+    def reset(self) -> None:
+        """A new memory in place of one that was lost."""
+        self.memory = self.programs.empty()
+
+    def _call(self, ids: Iterable[int], run: Callable[[], Memory]) -> None:
+        """Runs a part of a step; if it fails, those whose part it was fail with it, and the others go on."""
+        try:
+            self.memory = run()
+        except Exception as error:
+            ids, message = list(ids), f"{type(error).__name__}: {error}"
+            if not ids or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.memory)):
+                raise MemoryLost(message) from error
+            self.errors.update(dict.fromkeys(ids, message))
+
+    def _snapshot(self, snapshot: Snapshot) -> Memory:
+        lane = Lane(snapshot.slot, snapshot.table, snapshot.boundary)
+        return self.programs.snapshot(self.memory, lane, self._pages(snapshot))
+
+    def _restore(self, restore: Restore) -> Memory:
+        pages = restore.pages[: self.programs.layout.snapshot_pages(restore.boundary)]
+        return self.programs.restore(self.memory, restore.slot, restore.boundary, pages, restore.tail or 0)
+
+    def _chunk(self, chunk: Chunk, chosen: list[tuple[list[int], Chosen]]) -> Memory:
+        cuts = [Cut(snapshot.boundary, self._pages(snapshot)) for snapshot in chunk.snapshots]
+        choice = self._choices[chunk.id]
+        lane = Lane(chunk.slot, chunk.table, chunk.start, choice.sampler, choice.seed)
+        memory, made = self.programs.prefill(self.memory, chunk.tokens.tolist(), lane, cuts)
+        if chunk.samples:
+            chosen.append(([chunk.id], made))
+        return memory
+
+    def _rows(self, rows: tuple[Row, ...], chosen: list[tuple[list[int], Chosen]]) -> Memory:
+        """The decode batch: one token of each request that generates."""
+        choices = [self._choices[row.id] for row in rows]
+        lanes = [
+            Lane(row.slot, row.table, row.position, choice.sampler, choice.seed)
+            for row, choice in zip(rows, choices)
+        ]
+        memory, made = self.programs.decode(self.memory, [row.token for row in rows], lanes)
+        chosen.append(([row.id for row in rows], made))
+        return memory
+
+    def _pages(self, snapshot: Snapshot) -> tuple[int, ...]:
+        """Those that the snapshot fills: one at whole pages has no rows behind them."""
+        return snapshot.pages[: self.programs.layout.snapshot_pages(snapshot.boundary)]
+
+    def _read(self, chosen: list[tuple[list[int], Chosen]]) -> dict[int, Sampled]:
+        """Waits for what was chosen: the one place in a step that does."""
+        wanted = [
+            (made.tokens, made.logits if any(self._choices[id].logprobs for id in ids) else None)
+            for ids, made in chosen
+        ]
+        try:
+            read = jax.device_get(wanted)
+        except Exception as error:
+            raise MemoryLost(f"{type(error).__name__}: {error}") from error
+        sampled = {}
+        for (ids, _), (tokens, logits) in zip(chosen, read):
+            for at, id in enumerate(ids):
+                choice, token = self._choices[id], int(tokens[at])
+                self.tokens[id] = Token(token)
+                if choice.logprobs:
+                    self.tokens[id] = _with_logprobs(token, logits[at], choice.logprobs)
+                sampled[id] = Sampled(token, token in choice.stop_tokens)
+        return sampled
+
+
+def _with_logprobs(token: int, logits: np.ndarray, count: int) -> Token:
+    """A token with its logarithm of probability and the likeliest tokens', from float32 [vocab]."""
+    shifted = logits.astype(np.float64) - logits.max()
+    logprobs = shifted - np.log(np.exp(shifted).sum())
+    top = np.argsort(-logprobs, kind="stable")[:count]
+    return Token(token, float(logprobs[token]), tuple((int(each), float(logprobs[each])) for each in top))
