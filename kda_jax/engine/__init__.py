@@ -2,11 +2,13 @@
 
 from kda_jax.engine.checkpoint import Checkpoint, cut, join
 from kda_jax.engine.engine import Closed, Engine
+from kda_jax.engine.explain import Explanation, Limit, TreeNode
 from kda_jax.engine.memory import Layout, Memory
 from kda_jax.engine.object_storage import ObjectStorage, Stored
 from kda_jax.engine.programs import Chosen, Cut, Programs, Row
 from kda_jax.engine.request import Outcome, Overloaded, Refused
 from kda_jax.engine.shared import Resumed, Shared
+from kda_jax.engine.statistics import Statistics
 from kda_jax.engine.stream import Finished, Stream, Times, Token, Usage
 
 __all__ = [
@@ -15,8 +17,10 @@ __all__ = [
     "Closed",
     "Cut",
     "Engine",
+    "Explanation",
     "Finished",
     "Layout",
+    "Limit",
     "Memory",
     "ObjectStorage",
     "Outcome",
@@ -26,10 +30,12 @@ __all__ = [
     "Resumed",
     "Row",
     "Shared",
+    "Statistics",
     "Stored",
     "Stream",
     "Times",
     "Token",
+    "TreeNode",
     "Usage",
     "cut",
     "join",

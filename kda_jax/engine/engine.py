@@ -5,30 +5,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from cache import Holder, Namespace, Store, Tier
 from cache.retention import Creation, Learned, Policy
 from kda_jax.engine.execution import Choice, Execution
+from kda_jax.engine.explain import Explanation, TreeNode, explain, tree
 from kda_jax.engine.loop import Loop
 from kda_jax.engine.memory import Layout
+from kda_jax.engine.owner import Owner
 from kda_jax.engine.pages import Pages, Slots
 from kda_jax.engine.programs import Programs, Progress
 from kda_jax.engine.request import Overloaded, Refused, Request
 from kda_jax.engine.scheduler import Scheduler
 from kda_jax.engine.sizes import Sizes
+from kda_jax.engine.statistics import Statistics
 from kda_jax.engine.stream import Finished, Stream
 from kda_jax.forward import SplitModel, check_tokens, config_of, dtype_of, split
 from kda_jax.model import Model
 from kda_jax.sampling import Sampler
+
+GREEDY = Sampler()
 
 
 class Closed(RuntimeError):
@@ -110,19 +113,18 @@ class Engine:
         choices: dict[int, Choice] = {}
         scheduler = Scheduler(self._holder, pages, Slots(layout.num_slots), sizes, creation or Creation())
         self._loop = Loop(scheduler, Execution(programs, choices), choices, time.monotonic)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock, self._ids, self._arriving = threading.Lock(), itertools.count(), 0
+        self._lock, self._ids, self._arriving, self._waiting = threading.Lock(), itertools.count(), 0, 0
         self._closed: str | None = None
-        self._waiting = 0
-        self._thread = threading.Thread(target=self._run, name="kda-jax engine", daemon=True)
-        self._thread.start()
+        self._idle = threading.Event()
+        self._owner = Owner(self._turn, self._break)
+        self._owner.start()
 
     def submit(
         self,
         tokens: ArrayLike,
         *,
         max_new_tokens: int,
-        sampler: Sampler = Sampler(),
+        sampler: Sampler = GREEDY,
         seed: int = 0,
         stop_tokens: Sequence[int] | None = None,
         priority: int = 0,
@@ -178,47 +180,70 @@ class Engine:
                 deadline=None if timeout is None else now + timeout,
             )
             stream = Stream(request.id, self._cancel)
-            self._inbox.put(functools.partial(self._arrive, request, stream, choice, now))
+            self._owner.post(functools.partial(self._arrive, request, stream, choice, now))
         return stream
 
-    def generate(
-        self,
-        prompts: Sequence[ArrayLike],
-        *,
-        max_new_tokens: int,
-        sampler: Sampler = Sampler(),
-        seed: int = 0,
-        stop_tokens: Sequence[int] | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        tenant: str = "",
-        logprobs: int = 0,
-    ) -> list[Finished]:
-        """Submits prompts and waits for all of them; arguments and errors as `submit`, whose queue takes them."""
-        streams = [
-            self.submit(
-                tokens,
-                max_new_tokens=max_new_tokens,
-                sampler=sampler,
-                seed=seed,
-                stop_tokens=stop_tokens,
-                priority=priority,
-                timeout=timeout,
-                tenant=tenant,
-                logprobs=logprobs,
-            )
-            for tokens in prompts
-        ]
+    def generate(self, prompts: Sequence[ArrayLike], **options: Any) -> list[Finished]:
+        """Submits prompts and waits for all of them; `options` and errors are those of `submit`."""
+        streams: list[Stream] = []
+        try:
+            for tokens in prompts:
+                streams.append(self.submit(tokens, **options))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
         return [stream.result() for stream in streams]
 
-    def close(self) -> None:
-        """Ends every request as cancelled, and the thread. A second close does nothing."""
-        with self._lock:
-            self._closed = self._closed or "the engine is closed"
-        self._inbox.put(self._stop)
-        self._thread.join()
+    def explain(self, tokens: ArrayLike, *, tenant: str = "") -> Explanation:
+        """Where a prompt would resume now, and what keeps it from resuming deeper.
 
-    def __enter__(self) -> Self:
+        Without a tenant it looks into other namespaces, too: an operator may know what they hold, a tenant may not.
+
+        Raises:
+            ValueError: tokens that are none.
+        """
+        ids, namespace = check_tokens(tokens, self.config, 1), _digest(self._namespace, tenant)
+
+        def explained() -> Explanation:
+            store, now = self._holder.store, time.monotonic()
+            return explain(store, namespace, ids, None, self._loop.evicted, now, others=not tenant)
+
+        return self._owner.ask(explained)
+
+    def statistics(self) -> Statistics:
+        """The engine in numbers, as of the end of a step."""
+        return self._owner.ask(self._loop.statistics)
+
+    def tree(self, most: int = 500) -> list[TreeNode]:
+        """The first nodes of the prefix tree, of every namespace, shallow to deep."""
+        return self._owner.ask(lambda: tree(self._holder.store, most, time.monotonic()))
+
+    def drain(self, timeout: float) -> bool:
+        """Takes no more requests and waits for those there are; what has not ended by then is cancelled, and what was
+        computed for it becomes checkpoints.
+
+        Args:
+            timeout: seconds to wait.
+
+        Returns:
+            Whether all ended by themselves.
+        """
+        with self._lock:
+            self._closed = self._closed or "the engine is about to close"
+        self._owner.ask(lambda: None)  # who came before has arrived
+        finished = self._idle.wait(timeout)
+        self._owner.ask(self._loop.retire_all)
+        return finished
+
+    def close(self) -> None:
+        """Ends every request as cancelled, and the engine. A second close does nothing."""
+        with self._lock:
+            self._closed = "the engine is closed"
+        self._owner.post(self._loop.cancel_all)
+        self._owner.stop()
+
+    def __enter__(self) -> Engine:
         return self
 
     def __exit__(
@@ -234,52 +259,33 @@ class Engine:
                 "prompt or max_new_tokens"
             )
 
+    def _cancel(self, id: int) -> None:
+        self._owner.post(lambda: self._loop.cancel(id))
+
     # On the engine's thread
 
-    def _run(self) -> None:
-        self._stopping = False
-        due: float | None = None
-        try:
-            while not self._stopping:
-                self._take(due)
-                self._loop.scheduler.creation = self._kinds()
-                due = self._loop.turn()
-                self._waiting = self._loop.scheduler.holdings.queued
-        except BaseException as error:
-            self._break(f"the engine failed: {type(error).__name__}: {error}")
-            raise
-
-    def _take(self, due: float | None) -> None:
-        """What has come; waits for it until a step is due."""
-        wait = None if due is None else max(0.0, due - time.monotonic())
-        try:
-            self._inbox.get(timeout=wait)() if wait != 0 else self._inbox.get_nowait()()
-            while True:
-                self._inbox.get_nowait()()
-        except queue.Empty:
-            pass
+    def _turn(self) -> float | None:
+        self._loop.scheduler.creation = self._kinds()
+        due = self._loop.turn()
+        self._waiting = self._loop.scheduler.holdings.queued
+        if not self._loop.asked:
+            self._idle.set()
+        return due
 
     def _arrive(self, request: Request, stream: Stream, choice: Choice, now: float) -> None:
+        self._idle.clear()
         self._loop.submit(request, stream, choice, now)
         with self._lock:
             self._arriving -= len(request.tokens)
             self._waiting += len(request.tokens)
 
-    def _cancel(self, id: int) -> None:
-        """On any thread."""
-        self._inbox.put(lambda: self._loop.cancel(id))
-
-    def _stop(self) -> None:
-        for id in list(self._loop.asked):
-            self._loop.cancel(id)
-        self._stopping = True
-
-    def _break(self, error: str) -> None:
+    def _break(self, error: BaseException) -> None:
         """Nobody waits for an engine that is no more."""
+        message = f"the engine failed: {type(error).__name__}: {error}"
         with self._lock:
-            self._closed = error
-        self._loop.end_all(error)
-        self._stopping = True
+            self._closed = message
+        self._loop.end_all(message)
+        self._idle.set()
 
     def _kinds(self) -> Creation:
         """Which checkpoints are made: what the policy says by now, where the caller did not."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -63,16 +63,16 @@ class Execution:
         self.tokens, self.errors = {}, {}
         chosen: list[tuple[list[int], Chosen]] = []
         for snapshot in work.snapshots:
-            self._call([snapshot.id], lambda: self._snapshot(snapshot))
+            self._call([snapshot.id], self._snapshot, snapshot)
         for slot in work.zeros:
-            self._call([], lambda: self.programs.zero(self.memory, slot))
+            self._call([], self._zero, slot)
         for restore in work.restores:
-            self._call([restore.id], lambda: self._restore(restore))
+            self._call([restore.id], self._restore, restore)
         for chunk in work.chunks:
             if chunk.id not in self.errors:
-                self._call([chunk.id], lambda: self._chunk(chunk, chosen))
+                self._call([chunk.id], self._chunk, chunk, chosen)
         if work.rows:
-            self._call([row.id for row in work.rows], lambda: self._rows(work.rows, chosen))
+            self._call([row.id for row in work.rows], self._rows, work.rows, chosen)
         sampled = self._read(chosen)
         return Results(sampled, frozenset(self.errors))
 
@@ -80,15 +80,18 @@ class Execution:
         """A new memory in place of one that was lost."""
         self.memory = self.programs.empty()
 
-    def _call(self, ids: Iterable[int], run: Callable[[], Memory]) -> None:
+    def _call(self, ids: Sequence[int], run: Callable[..., Memory], *part: Any) -> None:
         """Runs a part of a step; if it fails, those whose part it was fail with it, and the others go on."""
         try:
-            self.memory = run()
+            self.memory = run(*part)
         except Exception as error:
-            ids, message = list(ids), f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
             if not ids or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.memory)):
                 raise MemoryLost(message) from error
             self.errors.update(dict.fromkeys(ids, message))
+
+    def _zero(self, slot: int) -> Memory:
+        return self.programs.zero(self.memory, slot)
 
     def _snapshot(self, snapshot: Snapshot) -> Memory:
         lane = Lane(snapshot.slot, snapshot.table, snapshot.boundary)

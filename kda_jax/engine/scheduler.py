@@ -85,6 +85,16 @@ class Scheduler:
         self._sweep()
         return True
 
+    def retire(self, id: int, now: float) -> None:
+        """Ends a request between steps, and what it has computed becomes a checkpoint, where there is room."""
+        live = self.live.get(id)
+        if live is None or live.outcome:
+            return
+        self._end(live, Outcome.CANCELLED)
+        if live.stage in (Stage.PREFILLING, Stage.DECODING):
+            self._save(live, now)
+        self._sweep()
+
     def step(self, now: float) -> Work:
         """The next step. While it is not `done` there is no other.
 
@@ -267,7 +277,11 @@ class Scheduler:
         if not sampled.last and live.generated < live.request.max_new_tokens:
             return
         self._end(live, Outcome.FINISHED)
-        wanted = Kind.GENERATION_END in self.creation.kinds
+        self._save(live, now)
+
+    def _save(self, live: Live, now: float) -> None:
+        """The state of who has ended is saved with the next step, where that is wanted and there is room."""
+        wanted = Kind.GENERATION_END in self.creation.kinds and live.computed
         if wanted and not self.pool.holds(live.request.namespace, live.tokens[: live.computed]):
             pages = self.holdings.state_pages(now)
             if pages:

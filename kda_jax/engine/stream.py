@@ -83,7 +83,7 @@ class Stream:
         self._news = threading.Condition()
         self._tokens: list[Token] = []
         self._finished: Finished | None = None
-        self._watchers: list[Callable[[], None]] = []
+        self._watchers: list[Callable[[], object]] = []
 
     def __iter__(self) -> Iterator[Token]:
         at = 0
@@ -161,7 +161,7 @@ class Stream:
                 self._watchers.remove(watcher)
 
     @contextmanager
-    def _watched(self, watcher: Callable[[], None]) -> Iterator[None]:
+    def _watched(self, watcher: Callable[[], object]) -> Iterator[None]:
         with self._news:
             self._watchers.append(watcher)
         try:
