@@ -39,7 +39,7 @@ LAYOUT = Layout(
 
 PROGRAMS = [
     *["decode 1", "decode 2", "decode 4", "decode 8", "prefill 64", "prefill 64 2"],
-    *["snapshot", "restore", "zero", "read_pages", "write_pages"],
+    *["snapshot", "restore", "zero", "read_pages", "write_pages", "write_state"],
 ]
 
 

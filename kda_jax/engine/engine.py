@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
-from numpy.typing import ArrayLike
+from jax.typing import ArrayLike
 
 from cache import Holder, Namespace, Store, Tier
 from cache.retention import Creation, Learned, Policy
@@ -22,16 +23,24 @@ from kda_jax.engine.memory import Layout
 from kda_jax.engine.owner import Owner
 from kda_jax.engine.pages import Pages, Slots
 from kda_jax.engine.programs import Programs, Progress
+from kda_jax.engine.rates import Rates
 from kda_jax.engine.request import Overloaded, Refused, Request
 from kda_jax.engine.scheduler import Scheduler
 from kda_jax.engine.sizes import Sizes
+from kda_jax.engine.slower import Slower
 from kda_jax.engine.statistics import Statistics
 from kda_jax.engine.stream import Finished, Stream
 from kda_jax.forward import SplitModel, check_tokens, config_of, dtype_of, split
 from kda_jax.model import Model
 from kda_jax.sampling import Sampler
+from transfer import Objects
 
+TokenIds: TypeAlias = ArrayLike | Sequence[int]
 GREEDY = Sampler()
+SEARCH = 1.0
+"""Seconds that `explain` searches stores of objects."""
+CLOSING = 10.0
+"""Seconds that `close` waits for checkpoints that are being written."""
 
 
 class Closed(RuntimeError):
@@ -57,6 +66,10 @@ class Engine:
         page_rows: int = 64,
         policy: Policy | None = None,
         creation: Creation | None = None,
+        host_nbytes: int = 0,
+        disk: Objects | None = None,
+        remote: Objects | None = None,
+        rates: Rates | None = None,
         queued: int = 1_000_000,
         stop_tokens: Sequence[int] = (),
         progress: Progress | None = None,
@@ -74,6 +87,10 @@ class Engine:
             page_rows: tokens a page of latents.
             policy: an empty one, what to keep; the default learns it.
             creation: which checkpoints are made; the policy's own choice when None.
+            host_nbytes: of checkpoints in host memory.
+            disk, remote: stores of objects that checkpoints are written to and read from, faster and slower; open,
+                and closed by whoever opened them, after the engine. They keep to their own budgets.
+            rates: what computing and loading take, to begin with; measured from there on.
             queued: most prompt tokens that wait; beyond, `submit` refuses.
             stop_tokens: where requests end that name none.
             progress: told of each program before it is compiled.
@@ -100,28 +117,34 @@ class Engine:
             raise ValueError(f"these programs are for {programs.layout}, the engine's sizes give {layout}")
         self.layout, self.programs, self._namespace = layout, programs, namespace
         pages = Pages(layout.num_pages, layout.page_nbytes)
+        budgets = {Tier.DEVICE: pages.capacity * layout.page_nbytes}
+        if host_nbytes:
+            budgets[Tier.HOST] = host_nbytes
+        sizes_of = layout.state_pages * layout.page_nbytes, layout.page_nbytes // page_rows
         store = Store.empty(
-            {Tier.DEVICE: pages.capacity * layout.page_nbytes},
-            policy or Learned(),
-            state_nbytes=layout.state_pages * layout.page_nbytes,
-            row_nbytes=layout.page_nbytes // page_rows,
-            page=page_rows,
+            budgets, policy or Learned(), state_nbytes=sizes_of[0], row_nbytes=sizes_of[1], page=page_rows
         )
         self._holder, self._creation, self._queued = Holder(store), creation, queued
         del store  # old versions keep pages
         self._stops = frozenset(stop_tokens)
         choices: dict[int, Choice] = {}
-        scheduler = Scheduler(self._holder, pages, Slots(layout.num_slots), sizes, creation or Creation())
-        self._loop = Loop(scheduler, Execution(programs, choices), choices, time.monotonic)
+        stores = {tier: each for tier, each in ((Tier.DISK, disk), (Tier.REMOTE, remote)) if each is not None}
+        rates = rates or Rates()
+        rates.state_nbytes, rates.row_nbytes = sizes_of
+        self._owner = Owner(self._turn, self._break)
+        seconds = rates.seconds if stores or host_nbytes else None
+        slots_of = Slots(layout.num_slots)
+        scheduler = Scheduler(self._holder, pages, slots_of, sizes, creation or Creation(), seconds)
+        self._slower = Slower(self._holder, programs, stores, rates, self._owner.post, time.monotonic)
+        self._loop = Loop(scheduler, Execution(programs, choices), choices, self._slower, time.monotonic)
         self._lock, self._ids, self._arriving, self._waiting = threading.Lock(), itertools.count(), 0, 0
         self._closed: str | None = None
         self._idle = threading.Event()
-        self._owner = Owner(self._turn, self._break)
         self._owner.start()
 
     def submit(
         self,
-        tokens: ArrayLike,
+        tokens: TokenIds,
         *,
         max_new_tokens: int,
         sampler: Sampler = GREEDY,
@@ -183,7 +206,7 @@ class Engine:
             self._owner.post(functools.partial(self._arrive, request, stream, choice, now))
         return stream
 
-    def generate(self, prompts: Sequence[ArrayLike], **options: Any) -> list[Finished]:
+    def generate(self, prompts: Sequence[TokenIds], **options: Any) -> list[Finished]:
         """Submits prompts and waits for all of them; `options` and errors are those of `submit`."""
         streams: list[Stream] = []
         try:
@@ -195,7 +218,7 @@ class Engine:
             raise
         return [stream.result() for stream in streams]
 
-    def explain(self, tokens: ArrayLike, *, tenant: str = "") -> Explanation:
+    def explain(self, tokens: TokenIds, *, tenant: str = "") -> Explanation:
         """Where a prompt would resume now, and what keeps it from resuming deeper.
 
         Without a tenant it looks into other namespaces, too: an operator may know what they hold, a tenant may not.
@@ -204,10 +227,11 @@ class Engine:
             ValueError: tokens that are none.
         """
         ids, namespace = check_tokens(tokens, self.config, 1), _digest(self._namespace, tenant)
+        remote = self._slower.ask(namespace, ids, SEARCH)
 
         def explained() -> Explanation:
             store, now = self._holder.store, time.monotonic()
-            return explain(store, namespace, ids, None, self._loop.evicted, now, others=not tenant)
+            return explain(store, namespace, ids, remote, self._loop.evicted, now, others=not tenant)
 
         return self._owner.ask(explained)
 
@@ -237,11 +261,16 @@ class Engine:
         return finished
 
     def close(self) -> None:
-        """Ends every request as cancelled, and the engine. A second close does nothing."""
+        """Ends every request as cancelled, waits a while for checkpoints that are being written, and ends the engine. A
+        second close does nothing."""
         with self._lock:
             self._closed = "the engine is closed"
         self._owner.post(self._loop.cancel_all)
+        until = time.monotonic() + CLOSING
+        while time.monotonic() < until and self._owner.ask(lambda: self._loop.busy):
+            time.sleep(0.01)
         self._owner.stop()
+        self._slower.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -267,7 +296,7 @@ class Engine:
     def _turn(self) -> float | None:
         self._loop.scheduler.creation = self._kinds()
         due = self._loop.turn()
-        self._waiting = self._loop.scheduler.holdings.queued
+        self._waiting = self._loop.waiting_tokens
         if not self._loop.asked:
             self._idle.set()
         return due
@@ -281,6 +310,7 @@ class Engine:
 
     def _break(self, error: BaseException) -> None:
         """Nobody waits for an engine that is no more."""
+        logging.getLogger(__name__).error("the engine failed", exc_info=error)
         message = f"the engine failed: {type(error).__name__}: {error}"
         with self._lock:
             self._closed = message

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from kda_jax.engine.loading import Read
 from kda_jax.engine.memory import Memory
+from kda_jax.engine.pages import PoolPages
 from kda_jax.engine.programs import Chosen, Cut, Programs
 from kda_jax.engine.programs import Row as Lane
 from kda_jax.engine.stream import Token
-from kda_jax.engine.work import Chunk, Restore, Results, Row, Sampled, Snapshot, Work
+from kda_jax.engine.work import Chunk, Load, Restore, Results, Row, Sampled, Snapshot, Work
 from kda_jax.sampling import Sampler
 
 
@@ -76,6 +78,29 @@ class Execution:
         sampled = self._read(chosen)
         return Results(sampled, frozenset(self.errors))
 
+    def write(self, load: Load, read: Read) -> None:
+        """Writes what a load brought: pages of latents, and the state into its slot.
+
+        Raises:
+            MemoryLost: if the memory went with a failure.
+            Exception: if not, and something failed.
+        """
+        programs, layout = self.programs, self.programs.layout
+        try:
+            if read.numbers:
+                self.memory = programs.write_pages(self.memory, read.numbers, read.pieces)
+            if read.state is not None:
+                self.memory = programs.write_state(
+                    self.memory, load.slot, read.state.recurrent, read.state.conv
+                )
+            elif isinstance(load.kept, PoolPages):
+                pages = load.kept.pages[: layout.snapshot_pages(load.boundary)]
+                self.memory = programs.restore(self.memory, load.slot, load.boundary, pages, load.tail)
+        except Exception as error:
+            if self._lost:
+                raise MemoryLost(f"{type(error).__name__}: {error}") from error
+            raise
+
     def reset(self) -> None:
         """A new memory in place of one that was lost."""
         self.memory = self.programs.empty()
@@ -86,9 +111,13 @@ class Execution:
             self.memory = run(*part)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
-            if not ids or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.memory)):
+            if not ids or self._lost:
                 raise MemoryLost(message) from error
             self.errors.update(dict.fromkeys(ids, message))
+
+    @property
+    def _lost(self) -> bool:
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.memory))
 
     def _zero(self, slot: int) -> Memory:
         return self.programs.zero(self.memory, slot)
@@ -99,7 +128,7 @@ class Execution:
 
     def _restore(self, restore: Restore) -> Memory:
         pages = restore.pages[: self.programs.layout.snapshot_pages(restore.boundary)]
-        return self.programs.restore(self.memory, restore.slot, restore.boundary, pages, restore.tail or 0)
+        return self.programs.restore(self.memory, restore.slot, restore.boundary, pages, restore.tail)
 
     def _chunk(self, chunk: Chunk, chosen: list[tuple[list[int], Chosen]]) -> Memory:
         cuts = [Cut(snapshot.boundary, self._pages(snapshot)) for snapshot in chunk.snapshots]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cache.tier import Tier
+from cache.view import View
 from kda_jax.engine.execution import Choice, Execution, MemoryLost
 from kda_jax.engine.explain import name
+from kda_jax.engine.loading import Read
 from kda_jax.engine.request import Outcome, Request, Stage
 from kda_jax.engine.scheduler import Scheduler
+from kda_jax.engine.slower import Slower
 from kda_jax.engine.statistics import Statistics, Tally
 from kda_jax.engine.stream import Finished, Reason, Stream, Times, Token, Usage
-from kda_jax.engine.work import Ended, Results, Work
+from kda_jax.engine.work import Ended, Load, Results, Work
 
 REMEMBERED = 20_000
 """Boundaries without bytes that are remembered at least, and evictions whose time is."""
@@ -56,6 +60,7 @@ class Loop:
         scheduler: Scheduler,
         execution: Execution,
         choices: dict[int, Choice],
+        slower: Slower,
         clock: Callable[[], float],
     ) -> None:
         """
@@ -63,10 +68,12 @@ class Loop:
             scheduler: says what is computed.
             execution: computes it.
             choices: the same that `execution` looks into.
+            slower: the tiers behind the device.
             clock: seconds.
         """
         self.scheduler, self.execution, self.clock = scheduler, execution, clock
-        self._choices = choices
+        self._choices, self._slower = choices, slower
+        self._searching: dict[int, float] = {}
         self.asked: dict[int, Asked] = {}
         self.tally = Tally()
         self.evicted: dict[bytes, float] = {}
@@ -77,15 +84,30 @@ class Loop:
         """Takes a request."""
         self.asked[request.id] = Asked(request, stream, submitted)
         self._choices[request.id] = choice
-        try:
+        patience = self._slower.patience(request)
+        if patience:
+            self._searching[request.id] = self.clock() + patience
+            self._slower.search(request, patience, lambda view: self._found(request.id, view))
+        else:
             self.scheduler.submit(request)
-        except Exception as error:
-            self._fail(request.id, f"{type(error).__name__}: {error}")
 
     def cancel(self, id: int) -> None:
         """Ends a request, if it has not ended."""
+        if self._searching.pop(id, None) is not None:
+            self._ended(Ended(id, Outcome.CANCELLED))
         self.scheduler.cancel(id)
         self._tell()
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of requests without a slot."""
+        searching = sum(len(self.asked[id].request.tokens) for id in self._searching)
+        return searching + self.scheduler.holdings.queued
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended, or a checkpoint is on its way."""
+        return bool(self.asked or self.scheduler.live or self._slower.writing.busy)
 
     def cancel_all(self) -> None:
         """Ends every request."""
@@ -94,6 +116,8 @@ class Loop:
 
     def retire_all(self) -> None:
         """Ends every request; what has been computed for them becomes checkpoints in the next step."""
+        for id in list(self._searching):
+            self.cancel(id)
         for id in list(self.asked):
             self.scheduler.retire(id, self.clock())
         self._tell()
@@ -104,16 +128,23 @@ class Loop:
         Returns:
             when the next one is due if nothing happens before: now if there is more to do, None for never.
         """
+        self._give_up_searches()
         work = self.scheduler.step(self.clock())
         self._tell()
         start = self.clock()
         self._note(work)
         self._execute(work)
+        now = self.clock()
         if not work.empty:
-            self.tally.step.add(self.clock() - start)
-            return self.clock()
-        deadlines = [live.request.deadline for live in self.scheduler.live.values()]
-        return min((at for at in deadlines if at is not None), default=None)
+            self.tally.step.add(now - start)
+        if work.chunks:
+            tokens = sum(len(chunk.tokens) for chunk in work.chunks)
+            self._slower.rates.prefill.add(float(tokens), now - start)
+        self._slower.writing.copy(self.execution.memory)
+        if not work.empty or self._slower.writing.waiting:
+            return now
+        deadlines = (asked.request.deadline for asked in self.asked.values())
+        return min((at for at in (*deadlines, *self._searching.values()) if at is not None), default=None)
 
     def statistics(self) -> Statistics:
         """All in numbers."""
@@ -122,8 +153,8 @@ class Loop:
         stages = Counter(live.stage for live in scheduler.live.values())
         numbers = store.stats()
         return Statistics(
-            waiting=stages[Stage.WAITING],
-            waiting_tokens=scheduler.holdings.queued,
+            waiting=stages[Stage.WAITING] + len(self._searching),
+            waiting_tokens=self.waiting_tokens,
             loading=stages[Stage.LOADING],
             running=sum(stages[stage] for stage in (Stage.PREFILLING, Stage.DECODING, Stage.SAVING)),
             slots=scheduler.holdings.slots.num_slots - 1,
@@ -142,6 +173,9 @@ class Loop:
             evicted=numbers.counts.evicted,
             lost=numbers.counts.lost,
             memory_lost=tally.memory_lost,
+            written=dict(self._slower.writing.written),
+            unwritten=dict(self._slower.writing.unwritten),
+            stores=self._slower.stores(),
         )
 
     def end_all(self, error: str) -> None:
@@ -149,8 +183,42 @@ class Loop:
         for id in list(self.asked):
             self._fail(id, error)
 
+    def _found(self, id: int, view: View | None) -> None:
+        """A search is over, in time or not."""
+        if self._searching.pop(id, None) is not None:
+            self.scheduler.submit(dataclasses.replace(self.asked[id].request, remote=view))
+
+    def _give_up_searches(self) -> None:
+        """Who has waited long enough for a search goes on without; whose deadline has passed has ended."""
+        now = self.clock()
+        for id, until in list(self._searching.items()):
+            deadline = self.asked[id].request.deadline
+            if deadline is not None and deadline <= now:
+                del self._searching[id]
+                self._ended(Ended(id, Outcome.EXPIRED))
+            elif until <= now:
+                self._found(id, None)
+
+    def _loaded(self, load: Load, read: Read) -> None:
+        """A load is over: what it brought is written, unless the request has ended since."""
+        live, lost = self.scheduler.live[load.id], read.lost
+        if not lost and not live.outcome:
+            try:
+                self.execution.write(load, read)
+                self._restored(load.id, _by_tier(load, self.scheduler.sizes.rows))
+            except MemoryLost as error:
+                self.scheduler.loaded(load.id, load.attempt, [], self.clock())
+                self._memory_lost(str(error))
+                return
+            except Exception:
+                lost = [(load.tier, None)]
+        self.scheduler.loaded(load.id, load.attempt, lost, self.clock())
+        self._tell()
+
     def _execute(self, work: Work) -> None:
         parts = (*work.snapshots, *work.restores, *work.chunks, *work.rows)
+        for load in work.loads:
+            self._slower.load(load, self.scheduler.live[load.id].request.namespace, self._loaded)
         try:
             results, lost = self.execution.run(work), None
         except MemoryLost as error:
@@ -168,8 +236,10 @@ class Loop:
         for asked in self.asked.values():
             asked.error = f"the device's memory was lost: {error}"
         self.tally.memory_lost += 1
+        self._slower.writing.abandon()
         self.scheduler.memory_lost(self.clock())
         self.execution.reset()
+        self._tell()
 
     def _note(self, work: Work) -> None:
         """Who starts, and with what."""
@@ -202,6 +272,8 @@ class Loop:
             self._token(id, token)
         for ended in report.ended:
             self._ended(ended)
+        for key in report.published:
+            self._slower.writing.add(key)
         self._held.update(report.published)
         self._remember()
 
@@ -260,6 +332,17 @@ class Loop:
     def _fail(self, id: int, error: str) -> None:
         self.asked[id].error = error
         self._ended(Ended(id, Outcome.FAILED))
+
+
+def _by_tier(load: Load, rows: int) -> dict[str, int]:
+    """Tokens that a load restores, by the tier of their latents; rows of an unfinished page come with the state."""
+    tokens = Counter(name(source.tier) for source in load.pages)
+    restored = {tier: count * rows for tier, count in tokens.items()}
+    here, inside = load.boundary // rows - len(load.pages), load.boundary % rows
+    for tier, count in ((Tier.DEVICE, here * rows), (load.tier, inside)):
+        if count:
+            restored[name(tier)] = restored.get(name(tier), 0) + count
+    return restored
 
 
 _REASONS: dict[Outcome, Reason] = {

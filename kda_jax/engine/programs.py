@@ -16,6 +16,7 @@ from kda_jax.forward import SplitModel, bucket, config_of, dtype_of, split
 from kda_jax.model import Model
 from kda_jax.sampling import Sampler, row_samplers
 
+_MOVES = "read_pages", "write_pages", "write_state"
 Progress = Callable[[str, int, int], None]
 """Called before a program is compiled: its name, how many are done, and how many there are."""
 
@@ -97,7 +98,7 @@ class Programs:
         """Compiles every program there is; what is left out is compiled when it is first called."""
         names = [("decode", size, 0) for size in self.batches]
         names += [("prefill", size, cuts) for size in self.chunks for cuts in (0, self.most_cuts)]
-        names += [(name, 0, 0) for name in ("snapshot", "restore", "zero", "read_pages", "write_pages")]
+        names += [(name, 0, 0) for name in ("snapshot", "restore", "zero", *_MOVES)]
         for done, name in enumerate(names):
             if progress is not None:
                 progress(" ".join(str(part) for part in name if part), done, len(names))
@@ -195,11 +196,18 @@ class Programs:
             raise ValueError(
                 f"a snapshot at {position} has {inside} rows of an unfinished page: give one for them"
             )
-        return self._run(("restore", 0, 0), memory, np.int32(slot), saved, np.int32(last if inside else 0))
+        page = last if inside and last else 0
+        return self._run(("restore", 0, 0), memory, np.int32(slot), saved, np.int32(page))
 
     def zero(self, memory: Memory, slot: int) -> Memory:
         """Makes a slot that of a sequence before its first token."""
         return self._run(("zero", 0, 0), memory, np.int32(slot))
+
+    def write_state(
+        self, memory: Memory, slot: int, recurrent: Sequence[np.ndarray], conv: Sequence[np.ndarray]
+    ) -> Memory:
+        """Writes the states of one sequence, [1, ...] a KDA layer as in `KDAState`, into a slot."""
+        return self._run(("write_state", 0, 0), memory, np.int32(slot), tuple(recurrent), tuple(conv))
 
     def read_pages(self, memory: Memory, pages: Sequence[int]) -> list[jax.Array]:
         """Copies of pages, in pieces of `moved_pages`: [moved_pages, planes, R, L]; the memory stays good. The last
@@ -247,6 +255,10 @@ class Programs:
             samplers = row_samplers([], [], 1)
             return step, (self.params, memory, tokens, one, one, table, one, at, many, samplers)
         moved = np.zeros((self.moved_pages,), np.int32)
+        one_slot = jax.tree.map(
+            lambda pool: jax.ShapeDtypeStruct((1, *pool.shape[1:]), pool.dtype),
+            (memory.recurrent, memory.conv),
+        )
         data = jax.ShapeDtypeStruct((len(moved), *snapshot.page_shape(memory)), self.layout.dtype)
         return {
             "snapshot": (steps.snapshot, (memory, one, table, one, pages)),
@@ -254,6 +266,7 @@ class Programs:
             "zero": (steps.zero, (memory, one)),
             "read_pages": (snapshot.get_pages, (memory, moved)),
             "write_pages": (snapshot.put_pages, (memory, moved, data)),
+            "write_state": (snapshot.put_slot, (memory, one, *one_slot)),
         }[kind]
 
     def _run(self, name: tuple[str, int, int], *args: Any) -> Any:

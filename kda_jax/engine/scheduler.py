@@ -16,7 +16,7 @@ from cache.holder import Holder
 from cache.placement import Placed
 from cache.retention.protocol import Creation, Kind
 from cache.tier import Tier
-from kda_jax.engine.admission import admit
+from kda_jax.engine.admission import Seconds, admit
 from kda_jax.engine.holdings import Holdings
 from kda_jax.engine.pages import Pages, Slots
 from kda_jax.engine.pool import Pool
@@ -28,14 +28,23 @@ from kda_jax.engine.work import Chunk, Ended, Report, Results, Row, Sampled, Sna
 class Scheduler:
     """Requests, and the pages and slots that they run in."""
 
-    def __init__(self, holder: Holder, pages: Pages, slots: Slots, sizes: Sizes, creation: Creation) -> None:
+    def __init__(
+        self,
+        holder: Holder,
+        pages: Pages,
+        slots: Slots,
+        sizes: Sizes,
+        creation: Creation,
+        seconds: Seconds | None = None,
+    ) -> None:
         """
         Args:
             holder: of the store, whose device tier is the pool.
             pages: the pool's.
             slots: those of states.
             sizes: what it keeps to.
-            creation: which checkpoints are made.
+            creation: which checkpoints are made; may be set anew between steps.
+            seconds: what starting by a plan takes, to choose whether to load; None to load whatever is held.
 
         Raises:
             ValueError: if the decode batch leaves no room in the token budget, or store and pool do not fit.
@@ -46,6 +55,7 @@ class Scheduler:
                 f"pages of {holder.store.prompts.page} and {sizes.rows} rows must be the same"
             )
         self.pool, self.sizes, self.creation = Pool(holder, pages), sizes, creation
+        self._seconds = seconds
         self.holdings = Holdings(self.pool, slots, sizes)
         self.live = self.holdings.live
         self.in_flight: Work | None = None
@@ -105,7 +115,7 @@ class Scheduler:
         self._expire(now)
         self._sweep()
         rows = self._rows(now)
-        zeros, restores, loads = admit(self.holdings, self.creation, now)
+        zeros, restores, loads = admit(self.holdings, self.creation, self._seconds, now)
         rows = tuple(
             row for row in rows if self.live[row.id].stage is Stage.DECODING
         )  # others were preempted

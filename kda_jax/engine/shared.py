@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache import KeyChain
-from cache.tiers import page_name, state_name
+from cache.tiers import page_name
 from cache.tokens import Tokens, as_tokens
 from kda_jax.engine.checkpoint import cut, join
 from kda_jax.engine.object_storage import ObjectStorage
+from kda_jax.engine.prompt_keys import PromptKeys
 from kda_jax.state import ModelState
 from transfer import Found, Objects, announce, find
 
@@ -69,7 +69,7 @@ class Shared:
         Returns:
             The boundaries that are there now. The store may fail, or have no room: then fewer.
         """
-        keys, stored, after = _Keys(self._namespace, self._page, as_tokens(tokens)), [], resumed
+        keys, stored, after = PromptKeys(self._namespace, self._page, as_tokens(tokens)), [], resumed
         for boundary, state in sorted(states.items()):
             leaves, pages = cut(state, self._page, after=after, int8=self._int8)
             first = boundary // self._page - len(pages)
@@ -93,28 +93,15 @@ class Shared:
         tokens = as_tokens(tokens)
         if not len(tokens):
             raise ValueError("a prompt has at least one token")
-        keys = _Keys(self._namespace, self._page, tokens)
+        keys = PromptKeys(self._namespace, self._page, tokens)
         found = find(self._objects, keys.name, len(tokens) - 1, self._storage.timeout)
         for boundary in found.boundaries:
             with suppress(OSError, ValueError):  # gone, or no state that belongs here
-                pages = [self._storage.read(page_name(name)) for name in keys.pages[: boundary // self._page]]
-                state = join(self._storage.read(keys.name(boundary)), pages)
+                pages = [page_name(name) for name in keys.pages[: boundary // self._page]]
+                leaves, *rows = self._storage.read_all([keys.name(boundary), *pages])
+                if leaves is None:
+                    continue
+                state = join(leaves, [page for page in rows if page is not None])
                 if int(np.asarray(state.position)[0]) == boundary:
                     return Resumed(boundary, state, found)
         return Resumed(0, None, found)
-
-
-class _Keys:
-    """The keys of one prompt."""
-
-    def __init__(self, namespace: bytes, page: int, tokens: Tokens) -> None:
-        self._start, self._tokens, self._page = KeyChain.start(namespace, page), tokens, page
-        self.pages = self._start.extend(tokens).added
-
-    def name(self, boundary: int) -> str:
-        """What the checkpoint behind the first `boundary` tokens is called."""
-        whole = boundary // self._page
-        chain = (
-            KeyChain.resume(self.pages[whole - 1], whole * self._page, self._page) if whole else self._start
-        )
-        return state_name(chain.extend(self._tokens[whole * self._page : boundary]).key)
