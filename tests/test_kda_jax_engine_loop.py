@@ -11,29 +11,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from engine_site import CONFIG, SIZES, assert_cold, cold, conserved, engine
+from engine_storm import next_prompt, storm
 
 from cache.retention import Creation, Kind
 from kda_jax.engine import Closed, Engine, Outcome, Overloaded, Refused, Token
 from kda_jax.engine.explain import Explanation, Limit, TreeNode
 from kda_jax.sampling import make_sampler
 
-LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 192, 256, 300)
-
 
 def random_prompts(seed: int, count: int) -> list[list[int]]:
     """Conversations that branch: most prompts go on from a piece of one before."""
-    choose = random.Random(seed)
-    prompts: list[list[int]] = []
+    choose, prompts = random.Random(seed), []
     for _ in range(count):
-        begun: list[int] = []
-        if prompts and choose.random() < 0.7:
-            parent = choose.choice(prompts)
-            begun = parent[
-                : choose.choice([len(parent), choose.randint(1, len(parent)), len(parent) // 64 * 64])
-            ]
-        length = choose.choice([*LENGTHS, choose.randint(1, 300)])
-        begun += [choose.randrange(CONFIG.vocab_size) for _ in range(max(1, length - len(begun)))]
-        prompts.append(begun[:300])
+        prompts.append(next_prompt(choose, prompts))
     return prompts
 
 
@@ -67,6 +57,14 @@ def test_concurrent_conversations_make_the_tokens_they_make_alone(one: Engine) -
         sum(finished.usage.cached.get("device", 0) for finished in one.generate(turns, max_new_tokens=1))
         > 2000
     )
+
+
+@pytest.mark.parametrize("faults", [False, True], ids=["fair", "foul"])
+def test_a_storm_leaves_no_page_behind(faults: bool) -> None:
+    happened = storm(400, 5, faults=faults)
+    assert happened["finished"] > 50 and happened["cancelled"] > 5 and happened["restored"] > 5000
+    assert happened["from device"] and happened["from host"] + happened["from remote"]
+    assert bool(happened["failed"]) == faults and happened["within rounding"] <= 1
 
 
 def test_a_conversation_resumes_at_the_end_of_the_last_generation(one: Engine) -> None:

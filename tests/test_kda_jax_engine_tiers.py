@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 from engine_site import CONFIG, NAMESPACE, assert_cold, cold, conserved, engine, programs
+from engine_storm import Eager
 
 from cache import KeyChain, Tier
-from cache.plan import ResumePlan
 from cache.retention import Creation, Kind
 from kda_jax.engine import Engine, Shared, cut
 from kda_jax.engine.portable import Portable
@@ -26,19 +26,6 @@ from measure import assert_close
 from transfer import DiskObjects, MemoryObjects, Read
 
 ENDS = Creation(kinds=frozenset({Kind.PROMPT_END, Kind.GENERATION_END, Kind.MISSING}))
-
-
-class Eager(Rates):
-    """Deeper is quicker: loads whatever is held, and always searches. A small model computes quicker than it loads."""
-
-    def seconds(self, plan: ResumePlan, num_tokens: int) -> float:
-        return float(-plan.boundary)
-
-    def compute(self, tokens: int) -> float:
-        return 100.0
-
-    def worth_searching(self, tokens: int) -> bool:
-        return tokens > 0
 
 
 def eager(**options: Any) -> Engine:

@@ -107,7 +107,9 @@ class Writing:
 
     def add(self, key: bytes) -> None:
         """A checkpoint was published on the device: its pages stay there until they are copied."""
-        if not self.tiers:
+        if (
+            not self.tiers or key not in self._holder.store.shelves[Tier.DEVICE].states
+        ):  # given up for another since
             return
         if len(self._queue) >= PLACES:
             self.unwritten.update(tier_name(tier) for tier in self.tiers)
