@@ -123,10 +123,13 @@ def storm(events: int, seed: int, *, faults: bool, check: bool = True, **options
                 what = choose.random()
                 if what < 0.5 and len(running) < 16:
                     prompt = next_prompt(choose, histories)
-                    limits = {"timeout": choose.random()} if choose.random() < 0.05 else {}
-                    limits["priority"] = choose.randint(0, 2)
-                    count = choose.randint(1, MOST_NEW)
-                    running.append((prompt, serving.submit(prompt, max_new_tokens=count, **limits)))
+                    stream = serving.submit(
+                        prompt,
+                        max_new_tokens=choose.randint(1, MOST_NEW),
+                        timeout=choose.random() if choose.random() < 0.05 else None,
+                        priority=choose.randint(0, 2),
+                    )
+                    running.append((prompt, stream))
                 elif what < 0.6 and running:
                     choose.choice(running)[1].cancel()
                 elif running:

@@ -118,7 +118,7 @@ def test_an_engine_that_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFi
     running = one.submit([1], max_new_tokens=400)
     next(iter(running))
 
-    def broken(*_: Any) -> None:
+    def broken(now: float) -> Any:
         raise KeyError("a bug")
 
     one._loop.scheduler.step = broken

@@ -129,9 +129,13 @@ def test_what_the_device_forgot_comes_back_from_a_slower_tier(
             second = made.generate([turn], max_new_tokens=6)[0]
             assert second.usage.cached == {tier: 205}
             assert not assert_cold(turn, second.tokens, 6)
+            again = made.generate([turn], max_new_tokens=6)[0]
+            assert again.usage.cached == {"device": 205} and again.tokens == second.tokens, "it is here again"
+            written(made)
             again = made.generate([prompt], max_new_tokens=6)[0]
             assert again.tokens == first.tokens and sum(again.usage.cached.values()) == 192
             assert made.statistics().restored_tokens[tier] >= 205
+            assert made.statistics().written == {tier: 3}, "what the tier has is not written again"
         conserved(made)
 
 

@@ -267,7 +267,7 @@ class Engine:
             self._closed = "the engine is closed"
         self._owner.post(self._loop.cancel_all)
         until = time.monotonic() + CLOSING
-        while time.monotonic() < until and self._owner.ask(lambda: self._loop.busy):
+        while self._owner.alive and time.monotonic() < until and self._owner.ask(lambda: self._loop.busy):
             time.sleep(0.01)
         self._owner.stop()
         self._slower.close()

@@ -131,7 +131,14 @@ class Execution:
         return self.programs.restore(self.memory, restore.slot, restore.boundary, pages, restore.tail)
 
     def _chunk(self, chunk: Chunk, chosen: list[tuple[list[int], Chosen]]) -> Memory:
-        cuts = [Cut(snapshot.boundary, self._pages(snapshot)) for snapshot in chunk.snapshots]
+        for snapshot in chunk.snapshots:
+            if snapshot.boundary == chunk.start:
+                self.memory = self._snapshot(snapshot)
+        cuts = [
+            Cut(snapshot.boundary, self._pages(snapshot))
+            for snapshot in chunk.snapshots
+            if snapshot.boundary > chunk.start
+        ]
         choice = self._choices[chunk.id]
         lane = Lane(chunk.slot, chunk.table, chunk.start, choice.sampler, choice.seed)
         memory, made = self.programs.prefill(self.memory, chunk.tokens.tolist(), lane, cuts)

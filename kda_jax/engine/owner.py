@@ -30,6 +30,11 @@ class Owner:
         """Begins."""
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether it takes turns."""
+        return self._thread.is_alive()
+
     def post(self, call: Callable[[], None]) -> None:
         """Has a call done soon. From any thread; after the end it is not done."""
         self._inbox.put(call)
@@ -45,7 +50,7 @@ class Owner:
                 answer.set_exception(error)
 
         self._inbox.put(answered)
-        while self._thread.is_alive():
+        while self.alive:
             try:
                 return answer.result(timeout=1.0)
             except TimeoutError:

@@ -170,6 +170,9 @@ class Scheduler:
             self.holdings.back(live)
         else:
             live.stage = Stage.PREFILLING
+            held = self.pool.holds(live.request.namespace, live.tokens[: live.computed])
+            if Kind.MISSING in self.creation.kinds and not held:  # whoever comes next need not load it again
+                live.loaded = live.computed
         self._sweep()
 
     def memory_lost(self, now: float) -> None:
@@ -238,6 +241,9 @@ class Scheduler:
             if len(stops) > self.sizes.snapshots:
                 stops = stops[: self.sizes.snapshots]
                 stop = stops[-1].boundary
+            if live.loaded is not None and len(stops) < self.sizes.snapshots:
+                stops.insert(0, Placed(live.loaded, Kind.MISSING))
+            live.loaded = None
             assert live.slot is not None
             snapshots = self._snapshots(live, stops, now)
             tokens, table = live.tokens[start:stop], tuple(live.table)

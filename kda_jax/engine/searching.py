@@ -19,7 +19,7 @@ def search(
     tokens: Tokens,
     page: int,
     timeout: float,
-    found: Callable[[Tier, tuple[bytes, ...], tuple[bytes, ...]], None] = lambda tier, there, gone: None,
+    found: Callable[[Tier, tuple[str, ...], tuple[str, ...]], None] = lambda tier, there, gone: None,
 ) -> View | None:
     """Asks every store for the checkpoints and the pages of a prompt, one store after another.
 
@@ -29,7 +29,7 @@ def search(
         tokens: the prompt.
         page: rows a page.
         timeout: seconds for all of it; a store that is late has nothing.
-        found: told for each store which pages are there, and which are not.
+        found: told for each store what is there, and which pages are not, by name.
 
     Returns:
         Where its checkpoints and its latents are; None if nothing is.
@@ -44,9 +44,10 @@ def search(
         if left <= 0 or not keys.pages:
             held = [False] * len(keys.pages)
         else:
-            held = objects.contains([page_name(name) for name in keys.pages], left)
-            there = tuple(name for name, is_there in zip(keys.pages, held) if is_there)
-            found(tier, there, tuple(name for name, is_there in zip(keys.pages, held) if not is_there))
+            names = [page_name(name) for name in keys.pages]
+            held = objects.contains(names, left)
+            there = [*map(keys.name, boundaries), *(name for name, is_there in zip(names, held) if is_there)]
+            found(tier, tuple(there), tuple(name for name, is_there in zip(names, held) if not is_there))
         rows = tuple(
             Rows(at * page, (at + 1) * page, tier.bit) for at, is_there in enumerate(held) if is_there
         )

@@ -9,6 +9,7 @@ from time import monotonic
 from cache.holder import Holder
 from cache.plan import Limits
 from cache.tier import Tier
+from cache.tiers import page_name, state_name
 from cache.tokens import Tokens
 from cache.view import View
 from kda_jax.engine.explain import name
@@ -115,7 +116,7 @@ class Slower:
         self._loading.close()
         self.writing.close()
 
-    def _told(self, tier: Tier, there: tuple[bytes, ...], gone: tuple[bytes, ...]) -> None:
+    def _told(self, tier: Tier, there: tuple[str, ...], gone: tuple[str, ...]) -> None:
         self._post(lambda: self.writing.found(tier, there, gone))
 
     def _found(self, found: Callable[[View | None], None], view: View | None, took: float) -> None:
@@ -126,6 +127,5 @@ class Slower:
         for tier, (nbytes, took) in read.seconds.items():
             self.rates.loads[tier].add(float(nbytes), took)
         for tier, page in read.lost:
-            if page is not None and tier in self._stores:
-                self.writing.found(tier, (), (page,))
+            self.writing.found(tier, (), [state_name(load.key) if page is None else page_name(page)])
         loaded(load, read)

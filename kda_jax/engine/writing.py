@@ -13,7 +13,7 @@ import numpy as np
 
 from cache.holder import Holder
 from cache.tier import Tier
-from cache.tiers import page_name
+from cache.tiers import page_name, state_name
 from cache.tokens import Tokens
 from kda_jax.engine.explain import name as tier_name
 from kda_jax.engine.memory import Memory
@@ -30,7 +30,7 @@ PIECES = 4
 PLACES = 16
 """Checkpoints that are being copied or written at once, for each tier; one that finds no place is not written."""
 KNOWN = 2**20
-"""Names of pages that a store is remembered to hold."""
+"""Names that a store is remembered to hold."""
 TIMEOUT = 30.0
 """Seconds that writing one checkpoint may take."""
 
@@ -84,7 +84,7 @@ class Writing:
         self._portable = Portable(programs.layout)
         self._host = (Tier.HOST,) if Tier.HOST in holder.store.shelves else ()
         self._queue: deque[Copy] = deque()
-        self._known: dict[Tier, OrderedDict[bytes, None]] = {tier: OrderedDict() for tier in stores}
+        self._known: dict[Tier, OrderedDict[str, None]] = {tier: OrderedDict() for tier in stores}
         self._backgrounds = {tier: Background(PLACES) for tier in (Tier.HOST, *stores)} if self.tiers else {}
         self._outstanding = 0
         self.written: Counter[str] = Counter()
@@ -123,9 +123,11 @@ class Writing:
         lacking = {
             tier: frozenset(store.prompts.lacks(key, tier))
             if tier in self._host
-            else frozenset(page for page in names if page not in self._known[tier])
-            for tier in self.tiers
+            else frozenset(page for page in names if page_name(page) not in self._known[tier])
+            for tier in self._lacking(key)
         }
+        if not lacking:
+            return
         copied = [page for page in names if any(page in each for each in lacking.values())]
         numbers = [
             number
@@ -135,10 +137,21 @@ class Writing:
         ]
         del store, shelf  # old versions keep pages
         self._holder.update(lambda store: store.pin(key))
-        for tier in self._stores:
-            self.found(tier, tuple(lacking[tier]), ())
-        self._outstanding += len(self.tiers)
+        for tier, pages in lacking.items():
+            self.found(tier, [state_name(key), *map(page_name, pages)], ())
+        self._outstanding += len(lacking)
         self._queue.append(Copy(key, place.namespace, tokens, numbers, copied, lacking, known))
+
+    def _lacking(self, key: bytes) -> list[Tier]:
+        """Tiers that are not known to hold a checkpoint."""
+        shelves = self._holder.store.shelves
+        return [
+            tier
+            for tier in self.tiers
+            if not (
+                key in shelves[tier].states if tier in self._host else state_name(key) in self._known[tier]
+            )
+        ]
 
     def copy(self, memory: Memory) -> None:
         """Has a few pages copied, without waiting for them."""
@@ -154,16 +167,18 @@ class Writing:
                 self._queue.popleft()
                 self._unpin(first)
                 if self._backgrounds[Tier.HOST].submit(self._leave, first) is None:
-                    self._failed(first, self.tiers)
+                    self._failed(first, tuple(first.lacking))
 
-    def found(self, tier: Tier, there: Sequence[bytes], gone: Sequence[bytes]) -> None:
-        """What a store was found to hold, and not to hold."""
-        known = self._known[tier]
-        for page in there:
-            known[page] = None
-            known.move_to_end(page)
-        for page in gone:
-            known.pop(page, None)
+    def found(self, tier: Tier, there: Sequence[str], gone: Sequence[str]) -> None:
+        """What a store was found to hold, and not to hold: names of states and pages."""
+        known = self._known.get(tier)
+        if known is None:
+            return
+        for each in there:
+            known[each] = None
+            known.move_to_end(each)
+        for each in gone:
+            known.pop(each, None)
         while len(known) > KNOWN:
             known.popitem(last=False)
 
@@ -171,7 +186,7 @@ class Writing:
         """The memory is lost, and with it what was not copied."""
         for copy in self._queue:
             self._unpin(copy)
-            self._failed(copy, self.tiers)
+            self._failed(copy, tuple(copy.lacking))
         self._queue.clear()
 
     def close(self) -> None:
@@ -193,15 +208,15 @@ class Writing:
             count = self._programs.layout.snapshot_pages(boundary)
             state = self._portable.state(boundary, pages[:count])
         except Exception:
-            self._post(partial(self._failed, copy, self.tiers))
+            self._post(partial(self._failed, copy, tuple(copy.lacking)))
             return
         first = self._programs.layout.state_pages + 1
         latents = {page: self._portable.page(pages[first + at]) for at, page in enumerate(copy.names)}
         del pages
-        if self._host:
+        if Tier.HOST in copy.lacking:
             mine = {page: latents[page] for page in copy.names if page in copy.lacking[Tier.HOST]}
             self._post(partial(self._keep, copy, state, mine))
-        for tier in self._stores:
+        for tier in copy.lacking.keys() - {Tier.HOST}:
             self._post(partial(self._send, copy, tier, state, latents))
 
     def _write(self, copy: Copy, tier: Tier, state: Leaves, latents: Mapping[bytes, Leaves]) -> None:
@@ -240,5 +255,4 @@ class Writing:
         self._outstanding -= len(tiers)
         for tier in tiers:
             self.unwritten[tier_name(tier)] += 1
-            if tier in self._stores:
-                self.found(tier, (), tuple(copy.lacking[tier]))
+            self.found(tier, (), [state_name(copy.key), *map(page_name, copy.lacking[tier])])
