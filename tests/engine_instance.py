@@ -11,6 +11,7 @@ from engine_setup import PAGE_NBYTES
 
 from cache.holder import Holder
 from cache.payload import Payload
+from cache.retention.learned import Learned
 from cache.retention.protocol import Kind
 from cache.store import Store
 from cache.tier import Tier
@@ -45,7 +46,7 @@ class Instance:
             "state_nbytes": setup.sizes.state_pages * PAGE_NBYTES,
             "row_nbytes": PAGE_NBYTES // setup.sizes.rows,
         }
-        policy = OldestFirst(creation=setup.creation)
+        policy = Learned() if setup.learned else OldestFirst(creation=setup.creation)
         self.holder = Holder(Store.empty(budget, policy, page=setup.sizes.rows, share=1.0, **sizes))
         slots = Slots(setup.num_slots)
         self.scheduler = Scheduler(self.holder, self.pages, slots, setup.sizes, setup.creation)
@@ -236,6 +237,7 @@ class Instance:
         """What lies under a key is what the model has at its tokens."""
         rows = self.setup.sizes.rows
         for tier, shelf in store.shelves.items():
+            seen: set[bytes] = set()
             for key, kept in shelf.states.items():
                 namespace, tokens, names = self.prompt(store, key)
                 state, all_rows = truth(namespace, tokens)
@@ -246,6 +248,9 @@ class Instance:
                 )
                 for number, name in enumerate(names):
                     page = shelf.pages[name]
+                    if name in seen:
+                        continue
+                    seen.add(name)
                     got = page.content if isinstance(page, HostBytes) else self.device.pages[numbers(page)[0]]
                     expected = all_rows[number * rows : (number + 1) * rows]
                     require(

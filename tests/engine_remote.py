@@ -1,4 +1,4 @@
-"""A twin of the remote store: objects by name that others share, that come late, are refused and get lost."""
+"""A twin of the remote store: objects by name that others share, that come late, are refused, get lost or damaged."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Remote:
     def __init__(self, world: World, most: int) -> None:
         self.world, self.most = world, most
         self.objects: dict[bytes, Any] = {}
+        """None under a name is what digests show to be damaged: it is found, and cannot be read."""
+        self.leases: dict[bytes, float] = {}
 
     def find(self, namespace: bytes, tokens: Tokens, unit: int) -> View:
         """What there is of a prompt now; it may be gone when it is read."""
@@ -29,28 +31,51 @@ class Remote:
             chain = chain.extend(tokens[boundary - 1 : boundary])
             if chain.added and b"page" + chain.added[0] in self.objects:
                 rows.append(Rows(boundary - unit, boundary, Tier.REMOTE.bit))
+                self.lease(b"page" + chain.added[0])
             if b"state" + chain.key in self.objects:
                 boundaries.append(Seen(boundary, Tier.REMOTE.bit, chain.key))
+                self.lease(b"state" + chain.key)
         return View(0, tuple(rows), tuple(boundaries))
 
+    def lease(self, name: bytes) -> None:
+        """Who was asked for something keeps it for a while."""
+        self.leases[name] = self.world.now + 10.0
+
     def put(self, key: bytes, state: Any, pages: dict[bytes, Any]) -> None:
-        """Pages one after another, then the state; a write that is refused ends it."""
+        """Pages one after another, then the state."""
         if not self.most or self.world.fault("full"):
             self.world.happened["refused"] += 1
             return
-        late, delay = self.world.streams["remote"], 0.0
-        for name, page in [
-            *((b"page" + name, page) for name, page in pages.items()),
-            (b"state" + key, state),
-        ]:
-            delay += late.random()
-            self.world.after(delay, "put", lambda name=name, page=page: self.write(name, page))
+        parts = [(b"page" + name, page) for name, page in pages.items()]
+        self.later([*parts, (b"state" + key, state)])
 
-    def write(self, name: bytes, content: Any) -> None:
-        """An object is there from now on; the oldest goes if that is too much."""
-        require(self.objects.setdefault(name, content) == content, "a name has one content")
-        while len(self.objects) > self.most:
-            del self.objects[next(iter(self.objects))]
+    def later(self, parts: list[tuple[bytes, Any]]) -> None:
+        """The first of these is written some time later, and then the others."""
+        if parts:
+            self.world.after(self.world.streams["remote"].random(), "put", lambda: self.write(parts))
+
+    def write(self, parts: list[tuple[bytes, Any]]) -> None:
+        """An object is there from now on, and the oldest without a lease goes if there is no room; without one, it is
+        refused, and nothing is written behind it."""
+        (name, content), *more = parts
+        if self.objects.get(name) is None:
+            if name not in self.objects and len(self.objects) >= self.most and not self.give_up():
+                self.world.happened["leased"] += 1
+                return
+            self.objects[name] = content
+        require(self.objects[name] == content, "a name has one content")
         if self.world.fault("lost"):
-            lost = self.world.streams["remote"].choice(list(self.objects))
-            del self.objects[lost]
+            del self.objects[self.any()]
+        if self.objects and self.world.fault("damaged"):
+            self.objects[self.any()] = None
+        self.later(more)
+
+    def give_up(self) -> bool:
+        """Whether the oldest object without a lease could go."""
+        free = next((name for name in self.objects if self.leases.get(name, 0.0) <= self.world.now), None)
+        if free is not None:
+            del self.objects[free]
+        return free is not None
+
+    def any(self) -> bytes:
+        return self.world.streams["remote"].choice(list(self.objects))

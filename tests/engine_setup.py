@@ -12,7 +12,7 @@ NAMESPACES = (b"a" * 32, b"b" * 32)
 PAGE_NBYTES = 64
 RATES = {
     **{"step": 0.01, "row": 0.01, "load": 0.1, "cancel": 0.05, "deadline": 0.05},
-    **{"lost": 0.05, "full": 0.1, "kill": 0.02},
+    **{"lost": 0.05, "damaged": 0.05, "full": 0.1, "kill": 0.02},
 }
 """Of faults by their kind: of a step and of a part of it, of a load, of those who ask, of the remote store's objects
 and writes, of a whole instance."""
@@ -29,6 +29,8 @@ class Setup(NamedTuple):
     host: int
     """Pages of the host tier."""
     creation: Creation
+    learned: bool
+    """Whether what is evicted is decided by the policy that learns, or simply by age."""
     instances: int
     remote: int
     """Most objects of the remote store; 0 for none."""
@@ -63,9 +65,10 @@ class Setup(NamedTuple):
             host=choose([0, 20, 200]),
             creation=Creation(kinds=kinds, interval=choose([0, 0, 4]), before_end=choose([(), (2,)])),
             instances=(instances := choose([1, 1, 2, 3, 8])),
-            remote=choose([0, 10, 1000]) if instances == 1 else choose([10, 100, 1000]),
+            remote=choose([0, 4, 1000]) if instances == 1 else choose([4, 30, 1000]),
             requests=choose([10, 40]),
             longest=longest,
             most_new=most_new,
             rates=rates,
+            learned=chance() < 0.5,
         )

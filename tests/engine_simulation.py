@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import heapq
+import multiprocessing
 import random
 import sys
 import time
@@ -21,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from engine_device import VOCAB, require
+from engine_device import VOCAB, Violation, require
 from engine_instance import Instance
 from engine_remote import Remote
 from engine_setup import NAMESPACES, Setup
@@ -178,25 +179,45 @@ def minimised(seed: int) -> str:
     return f"seed {seed}: {what}\n{Setup.draw(seed)}\nfaults that it takes: {faults}"
 
 
+def live(first: int, step: int, events: int) -> tuple[int, int, Counter[str]]:
+    """Seeds `first`, `first + step` ... until so many events have passed: events, seeds, and what happened.
+
+    Raises:
+        Violation: at the first seed that breaks a law, with what it takes to see it again.
+    """
+    count, seed, happened = 0, first, Counter()
+    while count < events:
+        try:
+            world = World(seed).run()
+        except Exception:
+            raise Violation(minimised(seed)) from None
+        if seed % 100 == 0 and World(seed).run().trace.digest() != world.trace.digest():
+            raise Violation(f"seed {seed} had another trace the second time")
+        count, seed, happened = count + world.count, seed + step, happened + world.happened
+    return count, (seed - first) // step, happened
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--processes", type=int, default=1, help="each takes its part of the seeds and events"
+    )
     parser.add_argument("--trace", action="store_true", help="print the digest of one seed's trace")
     options = parser.parse_args()
     if options.trace:
         print(World(options.seed).run().trace.hexdigest())
         return
-    count, seed, began, happened = 0, options.seed, time.monotonic(), Counter()
-    while count < options.events:
+    began, most = time.monotonic(), options.processes
+    parts = [(options.seed + number, most, -(-options.events // most)) for number in range(most)]
+    with multiprocessing.get_context("spawn").Pool(most) as pool:
         try:
-            world = World(seed).run()
-        except Exception:
-            raise SystemExit(minimised(seed)) from None
-        if seed % 100 == 0 and World(seed).run().trace.digest() != world.trace.digest():
-            raise SystemExit(f"seed {seed} had another trace the second time")
-        count, seed, happened = count + world.count, seed + 1, happened + world.happened
-    print(f"{count} events, {seed - options.seed} seeds, {time.monotonic() - began:.0f} s: {dict(happened)}")
+            counts, seeds, happened = zip(*pool.starmap(live, parts))
+        except Violation as found:
+            raise SystemExit(str(found)) from None
+    total = sum(happened, Counter())
+    print(f"{sum(counts)} events, {sum(seeds)} seeds, {time.monotonic() - began:.0f} s: {dict(total)}")
 
 
 if __name__ == "__main__":
