@@ -19,12 +19,20 @@ from kda_jax.layers import (
     activation_of,
 )
 from kda_jax.layers.projection import fan_in
-from kda_jax.state import KDAState, MLAState, ModelState, PagedMLAState, PooledState, SlottedKDAState
+from kda_jax.state import (
+    DraftedKDAState,
+    KDAState,
+    MLAState,
+    ModelState,
+    PagedMLAState,
+    PooledState,
+    SlottedKDAState,
+)
 from pallas_kernels import rms_norm
 from pallas_kernels.fixed_order import MIN_ROWS
 from pallas_kernels.precision import rows_matmul
 
-LayerState = KDAState | MLAState | SlottedKDAState | PagedMLAState
+LayerState = KDAState | MLAState | SlottedKDAState | DraftedKDAState | PagedMLAState
 State = TypeVar("State", ModelState, PooledState)
 
 

@@ -37,12 +37,24 @@ class SlottedKDAState(NamedTuple):
     """State of one KDA layer for B of the sequences whose states lie side by side in slots.
 
     Row b is that of slot `slots[b]`, no slot twice; a negative one marks a row of padding, which reads and writes
-    nothing. `recurrent` and `conv` are as in `KDAState`. For calls of one token only.
+    nothing. `recurrent` and `conv` are as in `KDAState`. A call of one token a row moves the slots on; more are drafts,
+    of which it is not known yet how many count: the slots stay as they are, and a `DraftedKDAState` comes back.
     """
 
     recurrent: Float[Array, "slots HV K V"]
     conv: Float[Array, "slots W C"]
     slots: Int[Array, "B"]
+    position: Int[Array, "B"]
+
+
+class DraftedKDAState(NamedTuple):
+    """State of one KDA layer after each of M drafts, to choose from by `pallas_kernels.kda_accept`.
+
+    `recurrent` and `conv` are as in `KDAState`; `position` is that before the drafts.
+    """
+
+    recurrent: Float[Array, "B M HV K V"]
+    conv: Float[Array, "B M W C"]
     position: Int[Array, "B"]
 
 
@@ -59,12 +71,12 @@ class PagedMLAState(NamedTuple):
 
 
 class PooledState(NamedTuple):
-    """The states of all layers, with latents in pages and, where one token is read, KDA's states in slots.
+    """The states of all layers, with latents in pages and, where one token or drafts are read, KDA's states in slots.
 
     In a jitted function that gives up the pools' buffers, a call writes only the rows it adds.
     """
 
-    layers: tuple[KDAState | SlottedKDAState | PagedMLAState, ...]
+    layers: tuple[KDAState | SlottedKDAState | DraftedKDAState | PagedMLAState, ...]
 
     @property
     def position(self) -> Int[Array, "B"]:

@@ -50,9 +50,9 @@ def cold(namespace: bytes, prompt: tuple[int, ...], most: int) -> tuple[int, ...
         state, row = advance(state, tokens[at])
         rows.append(row)
         if at + 1 >= len(prompt):
-            token, last = sample(state, rows)
-            tokens.append(token)
-            if last or len(tokens) == len(prompt) + most:
+            now = sample(state, rows)
+            tokens.append(now.token)
+            if now.last or len(tokens) == len(prompt) + most:
                 break
     return tuple(tokens[len(prompt) :])
 
@@ -198,8 +198,16 @@ class Device:
             sampled[chunk.id] = sample(state, self.read_rows(chunk.table, chunk.start + len(chunk.tokens)))
 
     def row(self, row: Row, failing: bool, sampled: dict[int, Sampled]) -> None:
-        state, latent = advance(self.state(row.id, row.slot), row.token)
-        self.write_row(row.id, row.table, row.position, b"wrong" if failing else latent)
-        self.slots[row.slot] = b"wrong" if failing else state
-        if not failing:
-            sampled[row.id] = sample(state, self.read_rows(row.table, row.position + 1))
+        """All drafts are written; the state is that behind those that count. A draft is none if generation ends."""
+        states = [self.state(row.id, row.slot)]
+        for at, token in enumerate((row.token, *row.drafts), start=row.position):
+            state, latent = advance(states[-1], token)
+            states.append(state)
+            self.write_row(row.id, row.table, at, b"wrong" if failing else latent)
+        self.slots[row.slot] = b"wrong"
+        for accepted, state in enumerate(states[1:] if not failing else ()):
+            self.slots[row.slot] = state
+            now = sample(state, self.read_rows(row.table, row.position + accepted + 1))
+            sampled[row.id] = now._replace(accepted=accepted)
+            if now.last or row.drafts[accepted : accepted + 1] != (now.token,):
+                break

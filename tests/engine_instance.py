@@ -88,6 +88,7 @@ class Instance:
         self.world.happened["preempted"] += sum(
             not self.scheduler.live[each.id].outcome for each in work.snapshots
         )
+        self.world.happened["drafted"] += sum(len(row.drafts) for row in work.rows)
         made = [snapshot.kind for chunk in work.chunks for snapshot in chunk.snapshots]
         self.world.happened["filled"] += made.count(Kind.MISSING)
         everything = self.world.fault("step")
@@ -98,6 +99,7 @@ class Instance:
 
     def done(self, work: Work, failing: frozenset[int], early: Results | None) -> None:
         results = early or self.device.execute(work, failing)
+        self.world.happened["accepted"] += sum(each.accepted for each in results.sampled.values())
         self.scheduler.done(work, results, self.world.now)
         self.stepping = False
         self.take_report()
@@ -207,8 +209,15 @@ class Instance:
     def order(self, work: Work) -> None:
         """A step keeps to the budget, the grid, the deadlines, and the order of requests."""
         sizes, live = self.setup.sizes, self.scheduler.live
-        spent = len(work.rows) + sum(len(chunk.tokens) for chunk in work.chunks)
+        decoded = sum(1 + len(row.drafts) for row in work.rows)
+        spent = decoded + sum(len(chunk.tokens) for chunk in work.chunks)
         require(spent <= sizes.budget, "a step computes no more tokens than its budget")
+        prefilling = any(each.stage is Stage.PREFILLING and not each.outcome for each in live.values())
+        require(
+            not (prefilling and decoded > len(work.rows)) or decoded + sizes.grid <= sizes.budget,
+            "drafts leave a prefill its step",
+        )
+        require(all(len(row.drafts) <= sizes.drafts for row in work.rows), "drafts are no more than may be")
         for chunk in work.chunks:
             stop = chunk.start + len(chunk.tokens)
             at_end = stop == len(live[chunk.id].tokens)

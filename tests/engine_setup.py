@@ -58,6 +58,7 @@ class Setup(NamedTuple):
                 grid=grid,
                 snapshots=choose([1, 2, 4]),
                 queued=choose([40, 10**6]),
+                drafts=random.Random(f"guesses {seed}").choice([0, 0, 1, 3, 8]),
             ),
             num_pages=1 + least + choose([0, 0, 1, 3, 10, 60]),
             num_slots=slots,

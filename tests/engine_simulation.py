@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from engine_device import VOCAB, Violation, require
+from engine_drafter import Guesses
 from engine_instance import Instance
 from engine_remote import Remote
 from engine_setup import NAMESPACES, Setup
@@ -39,7 +40,7 @@ class World:
         setup = self.setup
         self.streams = {
             name: random.Random(f"{name} {seed}")
-            for name in ("time", "tie", "work", "copies", "remote", *setup.rates)
+            for name in ("time", "tie", "work", "copies", "remote", "drafts", *setup.rates)
         }
         self.heap: list[tuple[float, float, int, str, Callable[[], None]]] = []
         self.now, self.count, self.calm = 0.0, 0, False
@@ -134,7 +135,7 @@ class World:
         self.asked[id], self.answers[id], self.places[id] = request, [], instance
         self.histories.append((namespace, prompt))
         try:
-            instance.scheduler.submit(request)
+            instance.scheduler.submit(request, Guesses(request, self.streams["drafts"]))
         except Overloaded:
             require(instance.scheduler.holdings.queued > 0, "nobody is turned away from an empty queue")
             self.outcomes[id] = Outcome.FAILED

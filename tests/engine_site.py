@@ -27,7 +27,9 @@ def programs() -> Programs:
     """Of the small model and `SIZES`."""
     parts = random_model(CONFIG)
     sizes = {"nbytes": SIZES["nbytes"], "num_slots": SIZES["slots"] + 1, "max_tokens": SIZES["max_tokens"]}
-    made = Programs(parts, Layout.within(CONFIG, np.float32, **sizes), most_tokens=SIZES["budget"])
+    made = Programs(
+        parts, Layout.within(CONFIG, np.float32, **sizes), most_tokens=SIZES["budget"], most_drafts=3
+    )
     made.compile_all()
     return made
 

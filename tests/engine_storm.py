@@ -103,6 +103,8 @@ def storm(events: int, seed: int, *, faults: bool, check: bool = True, **options
         prompt, stream = running.pop(at)
         finished = stream.result(120.0)
         happened[finished.outcome.value] += 1
+        happened["drafts"] += finished.usage.drafted
+        happened["drafts that were right"] += finished.usage.accepted
         happened["restored"] += sum(finished.usage.cached.values())
         for tier in finished.usage.cached:
             happened[f"from {tier}"] += 1
@@ -151,10 +153,11 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-faults", action="store_true")
+    parser.add_argument("--lookup", type=int, default=3)
     asked = parser.parse_args()
     jax.config.update("jax_compilation_cache_dir", ".cache/jax")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    happened = storm(asked.events, asked.seed, faults=not asked.no_faults)
+    happened = storm(asked.events, asked.seed, faults=not asked.no_faults, lookup=asked.lookup)
     for name, count in sorted(happened.items()):
         print(f"{count:8} {name}")
 

@@ -53,16 +53,14 @@ def test_concurrent_conversations_make_the_tokens_they_make_alone(one: Engine) -
         differing += assert_cold(prompt, finished.tokens, 8)
         assert len(finished.tokens) == 8 and finished.reason == "length"
     assert differing <= 1
-    assert (
-        sum(finished.usage.cached.get("device", 0) for finished in one.generate(turns, max_new_tokens=1))
-        > 2000
-    )
+    again = one.generate(turns, max_new_tokens=1)
+    assert sum(finished.usage.cached.get("device", 0) for finished in again) > 1000
 
 
 @pytest.mark.parametrize("faults", [False, True], ids=["fair", "foul"])
 def test_a_storm_leaves_no_page_behind(faults: bool) -> None:
-    happened = storm(400, 5, faults=faults)
-    assert happened["finished"] > 50 and happened["cancelled"] > 5 and happened["restored"] > 5000
+    happened = storm(200, 5, faults=faults, lookup=0 if faults else 3)
+    assert happened["finished"] > 30 and happened["cancelled"] > 2 and happened["restored"] > 2000
     assert happened["from device"] and happened["from host"] + happened["from remote"]
     assert bool(happened["failed"]) == faults and happened["within rounding"] <= 1
 
@@ -94,6 +92,29 @@ def test_logprobs_are_those_of_the_logits(one: Engine) -> None:
         logprobs = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
         assert token.logprob == pytest.approx(logprobs[token.token], abs=1e-4)
         assert [each for each, _ in token.top] == np.argsort(-logprobs)[:4].tolist()
+
+
+def test_guesses_change_no_token() -> None:
+    """A text that repeats itself, greedily and not, with its logarithms and up to a stop token."""
+    prompt, warm = [5, 6, 7, 8] * 20, make_sampler(temperature=0.7)
+    with engine(lookup=3) as guessing, engine() as plain:
+        for options in (
+            {},
+            {"sampler": warm, "seed": 3},
+            {"logprobs": 2},
+            {"stop_tokens": [cold(prompt, 30).tokens[-1]]},
+        ):
+            told = [list(each.submit(prompt, max_new_tokens=40, **options)) for each in (guessing, plain)]
+            assert [token.token for token in told[0]] == [token.token for token in told[1]]
+            for mine, theirs in zip(*told):
+                assert (mine.logprob is None) == ("logprobs" not in options)
+                if mine.logprob is not None:
+                    assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4) and len(mine.top) == 2
+        usage = guessing.generate([prompt], max_new_tokens=40)[0].usage
+        numbers = guessing.statistics()
+    assert usage.completion_tokens == 40 and usage.drafted >= usage.accepted > 0
+    assert numbers.drafted_tokens >= usage.drafted and numbers.generated_tokens > 100
+    conserved(guessing)
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company(one: Engine) -> None:

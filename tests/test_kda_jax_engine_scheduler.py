@@ -42,7 +42,13 @@ class Engine:
     """A scheduler, and a device whose model is a rolling hash."""
 
     def __init__(
-        self, *, num_pages: int = 41, num_slots: int = 4, queued: int = 1000, budget: int = 16
+        self,
+        *,
+        num_pages: int = 41,
+        num_slots: int = 4,
+        queued: int = 1000,
+        budget: int = 16,
+        drafts: int = 0,
     ) -> None:
         self.pages, self.slots = Pages(num_pages, PAGE_NBYTES), Slots(num_slots)
         budgets = {Tier.DEVICE: self.pages.capacity * PAGE_NBYTES, Tier.HOST: 100 * PAGE_NBYTES}
@@ -55,7 +61,7 @@ class Engine:
             share=1.0,
         )
         self.holder = Holder(store)
-        sizes = Sizes(rows=ROWS, state_pages=STATE_PAGES, budget=budget, grid=4, queued=queued)
+        sizes = Sizes(rows=ROWS, state_pages=STATE_PAGES, budget=budget, grid=4, queued=queued, drafts=drafts)
         self.scheduler = Scheduler(self.holder, self.pages, self.slots, sizes, Creation())
         self.device = Device(self.scheduler, num_pages, num_slots)
         self.tokens: dict[int, list[int]] = {}
@@ -359,9 +365,19 @@ def test_a_checkpoint_without_room_is_left_out() -> None:
         (lambda: Slots(3).give_back(1), "not taken"),
         (lambda: request(1, []), "at least"),
         (lambda: Sizes(rows=4, state_pages=1, budget=8), "at least a step of the grid"),
+        (lambda: Sizes(rows=4, state_pages=1, drafts=-1), "sizes are positive"),
         (lambda: Engine(budget=5), "serves 3 rows beside 4"),
     ],
-    ids=["no page", "no slot", "page given twice", "slot given twice", "no token", "budget", "rows"],
+    ids=[
+        "no page",
+        "no slot",
+        "page given twice",
+        "slot given twice",
+        "no token",
+        "budget",
+        "drafts",
+        "rows",
+    ],
 )
 def test_bad_values_are_refused(wrong: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -386,4 +402,102 @@ def test_kinds_that_are_not_wanted_are_not_made() -> None:
     engine.scheduler.creation = Creation(kinds=frozenset(Kind) - {Kind.GENERATION_END})
     engine.scheduler.submit(request(1, prompt(21)))
     assert not any(work.snapshots for work in engine.run())
+    engine.check_rest()
+
+
+class Fixed:
+    """Drafts that are the same tokens each time, or those of an answer from where it stands."""
+
+    def __init__(self, tokens: list[int], behind: int | None = None) -> None:
+        self.tokens, self.behind = tokens, behind
+        self.asked: list[int] = []
+
+    def propose(self, tokens: np.ndarray, most: int) -> tuple[int, ...]:
+        self.asked.append(most)
+        return tuple(self.tokens[0 if self.behind is None else len(tokens) - self.behind :][:most])
+
+
+def long_answer(least: int, most: int) -> tuple[list[int], list[int]]:
+    """A prompt whose answer has `most` tokens and does not stop before, and the answer."""
+    for seed in range(1000):
+        tokens = prompt(5, seed)
+        if len(made := answer(tokens, most)) >= least:
+            return tokens, made
+    raise AssertionError("no prompt has so long an answer")
+
+
+def test_drafts_that_are_right_make_a_few_steps_of_many() -> None:
+    engine, (tokens, made) = Engine(drafts=3), long_answer(10, 10)
+    drafter = Fixed(made, len(tokens))
+    engine.scheduler.submit(request(1, tokens, 10), drafter)
+    works = engine.run()
+    rows = [row for work in works for row in work.rows]
+    # the first token comes of the prefill, each row brings its drafts and one more, the last two no draft too many
+    assert [(row.position, len(row.drafts)) for row in rows] == [(5, 3), (9, 3), (13, 0)]
+    assert drafter.asked == [3, 3]
+    assert engine.tokens[1] == made and engine.ended == {1: Outcome.FINISHED}
+    (end,) = [snapshot for work in works for snapshot in work.snapshots]
+    assert end.boundary == 5 + 10 - 1
+    engine.scheduler.submit(request(2, [*tokens, *made, 1], 1))
+    assert [restore.boundary for work in engine.run() for restore in work.restores] == [end.boundary]
+    assert engine.tokens[2] == answer([*tokens, *made, 1], 1)
+    engine.check_rest()
+
+
+def test_drafts_that_are_wrong_cost_a_step_nothing_but_their_tokens() -> None:
+    engine, (tokens, made) = Engine(drafts=3), long_answer(6, 6)
+    wrong = [(token + 1) % 3 for token in made[1:]]
+    engine.scheduler.submit(request(1, tokens, 6), Fixed(wrong, len(tokens) + 1))
+    works = engine.run()
+    assert [row.position for work in works for row in work.rows] == [5, 6, 7, 8, 9]
+    assert engine.tokens[1] == made
+    engine.check_rest()
+
+
+def test_an_end_among_drafts_is_the_end() -> None:
+    tokens = next(prompt(5, seed) for seed in range(200) if 3 <= len(answer(prompt(5, seed), 12)) < 8)
+    made = answer(tokens, 12)
+    engine = Engine(drafts=8)
+    engine.scheduler.submit(request(1, tokens, 12), Fixed([*made, *[0] * 12], len(tokens)))
+    works = engine.run()
+    assert len([row for work in works for row in work.rows]) == 1
+    assert engine.tokens[1] == made and engine.ended == {1: Outcome.FINISHED}
+    assert [s.boundary for work in works for s in work.snapshots] == [5 + len(made) - 1]
+    engine.check_rest()
+
+
+def test_drafts_take_what_is_left_of_a_step() -> None:
+    engine, (tokens, made) = Engine(drafts=8, budget=12), long_answer(10, 10)
+    for id in range(2):
+        engine.scheduler.submit(request(id, tokens, 10), Fixed(made, len(tokens)))
+    engine.finish(engine.begin())
+    engine.scheduler.submit(request(2, prompt(30, seed=4)))
+    work = engine.begin()
+    # two rows, a step of the grid for the prefill, and of the rest who is first takes what he can
+    assert [len(row.drafts) for row in work.rows] == [6, 0]
+    assert [len(chunk.tokens) for chunk in work.chunks] == [4]
+    engine.finish(work)
+    engine.run()
+    assert engine.tokens[0] == engine.tokens[1] == made
+    engine.check_rest()
+
+
+def test_drafts_take_free_pages_and_no_checkpoint() -> None:
+    engine, (tokens, made) = Engine(drafts=8, num_pages=10), long_answer(12, 12)
+    engine.scheduler.creation = Creation(kinds=frozenset({Kind.PROMPT_END}))
+    engine.scheduler.submit(request(1, prompt(8, seed=3), 1))
+    engine.run()
+    assert engine.pages.free == 3  # two pages of latents and two states are the cache's
+    engine.scheduler.creation = Creation(kinds=frozenset())
+    engine.scheduler.submit(request(2, tokens, 12), Fixed(made, len(tokens)))
+    engine.finish(engine.begin())
+    work = engine.begin()
+    assert [(row.position, len(row.drafts), len(row.table)) for row in work.rows] == [(5, 6, 3)]
+    assert engine.pages.free == 0 and len(engine.holder.store.shelves[Tier.DEVICE].states) == 2
+    engine.finish(work)
+    work = engine.begin()  # a token, unlike a guess, is worth a checkpoint
+    assert [(row.position, len(row.drafts)) for row in work.rows] == [(12, 3)]
+    engine.finish(work)
+    engine.run()
+    assert engine.tokens[2] == made
     engine.check_rest()

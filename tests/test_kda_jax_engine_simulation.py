@@ -17,9 +17,19 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = [
     *(
         f"kda_jax.engine.{name}"
-        for name in ("pages", "request", "work", "sizes", "pool", "holdings", "admission", "scheduler")
+        for name in (
+            *("pages", "lookup", "request", "work", "sizes", "pool", "holdings"),
+            *("admission", "drafting", "scheduler"),
+        )
     ),
-    *("engine_device", "engine_setup", "engine_remote", "engine_instance", "engine_simulation"),
+    *(
+        "engine_device",
+        "engine_drafter",
+        "engine_setup",
+        "engine_remote",
+        "engine_instance",
+        "engine_simulation",
+    ),
 ]
 SEEDS = 150
 """Within so many a mutant is found."""
@@ -103,21 +113,44 @@ MUTANTS = {
     "a load reads pages of the pool twice": ("admission", "if source.tier is not Tier.DEVICE:", "if True:"),
     "who is cancelled hears more": (
         "scheduler",
-        "        if live.outcome:\n            return\n        live.append",
-        "        live.append",
+        "        if live.outcome:\n            return\n        tokens =",
+        "        tokens =",
     ),
     "who is preempted computes on": ("scheduler", "if self.live[row.id].stage is Stage.DECODING", "if True"),
     "rows are computed twice": (
         "scheduler",
-        "                live.computed += 1\n",
-        "                pass\n",
+        "                live.computed += 1 + sampled.accepted\n",
+        "                live.computed += sampled.accepted\n",
     ),
     "a prefill is cut anywhere": (
         "scheduler",
         "(start + budget) // self.sizes.grid * self.sizes.grid",
         "start + budget",
     ),
-    "rows cost nothing": ("scheduler", "self.sizes.budget - len(rows)", "self.sizes.budget"),
+    "rows cost nothing": ("scheduler", "sum(1 + len(row.drafts)", "sum(len(row.drafts)"),
+    "drafts cost nothing": ("scheduler", "sum(1 + len(row.drafts)", "sum(1"),
+    "drafts leave a prefill nothing": (
+        "drafting",
+        "        spare -= holdings.sizes.grid\n",
+        "        pass\n",
+    ),
+    "all rows spend the same rest": ("drafting", "        spare -= len(drafts)\n", ""),
+    "drafts go past the last token": ("drafting", "live.generated - 1)", "live.generated)"),
+    "drafts have no page": (
+        "drafting",
+        "        live.table += holdings.pool.pages.take(1) or ()\n    return drafts[: "
+        "len(live.table) * holdings.sizes.rows - live.computed - 1]",
+        "        pass\n    return drafts",
+    ),
+    "rows have their pages of before": ("drafting", ", table=tuple(live.table)", ""),
+    "wrong drafts are kept": ("scheduler", "drafts[: sampled.accepted]", "drafts[:]"),
+    "right drafts are not told": (
+        "scheduler",
+        "*drafts[: sampled.accepted], sampled",
+        "*drafts[:0], sampled",
+    ),
+    "wrong drafts count as computed": ("scheduler", "1 + sampled.accepted\n", "1 + len(row.drafts)\n"),
+    "right drafts are computed again": ("scheduler", "1 + sampled.accepted\n", "1\n"),
     "deadlines are not kept": ("scheduler", "        self._expire(now)\n", ""),
     "who came last starts first": ("admission", "for each in queue if", "for each in reversed(queue) if"),
     "an end is told twice": (
@@ -189,8 +222,10 @@ def test_every_law_holds(engine_events: int) -> None:
         "remote loads",
         "leased",
         "filled",
+        "accepted",
     }
     assert all(happened[name] for name in rare), happened
+    assert happened["accepted"] < happened["drafted"]
 
 
 def test_the_same_seed_has_the_same_trace_whatever_the_hashes() -> None:

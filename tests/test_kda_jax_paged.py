@@ -151,7 +151,12 @@ def test_only_new_rows_and_page_0_are_written(parts: SplitModel, count: int, row
             assert np.isfinite(np.asarray(new.latent)[may][16:]).all(), "the new rows are there"
 
 
-def test_states_in_slots_take_one_token_a_row(parts: SplitModel) -> None:
+@pytest.mark.parametrize(("count", "lengths"), [(1, [1, 1, 1]), (2, None)], ids=["lengths", "boundaries"])
+def test_states_in_slots_take_tokens_or_drafts(
+    parts: SplitModel, count: int, lengths: list[int] | None
+) -> None:
     state = slotted(pooled(prefill(parts, [[1, 2]] * ROWS, capacity=320)[1], 64), [1, 2, 3], 4)
-    with pytest.raises(ValueError, match="one token a row, without lengths and boundaries; got 2 tokens"):
-        read(*parts, jnp.ones((ROWS, 2), jnp.int32), state, None)
+    tokens, cuts = jnp.ones((ROWS, count), jnp.int32), None if lengths else jnp.ones((ROWS, 1), jnp.int32)
+    counts = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+    with pytest.raises(ValueError, match=f"one token a row without lengths, or drafts.* got {count} tokens"):
+        jax.eval_shape(nnx.merge(*parts), tokens, state, counts, cuts)

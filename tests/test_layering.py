@@ -19,7 +19,10 @@ PACKAGES = {
 # more for single files of kda_jax, and the order inside it: a file imports lower levels and itself only
 MORE = {"kda_jax.commands": {"cache", "transfer", "benchmarks"}, "kda_jax.engine": {"cache", "transfer"}}
 # the scheduler is a function of what it is told: its files import these of anybody else, and each other
-PURE = {"pages", "request", "work", "sizes", "pool", "holdings", "admission", "scheduler"}
+PURE = {
+    *("pages", "lookup", "request", "work", "sizes", "pool", "holdings", "admission", "drafting"),
+    "scheduler",
+}
 INNOCENT = {"__future__", "collections", "dataclasses", "enum", "typing", "weakref", "numpy", "cache"}
 LEVELS = {
     **{"config": 0, "state": 1, "layers": 2, "model": 3, "forward": 4, "weights": 4, "tokenizer": 4},

@@ -75,9 +75,7 @@ def _plan(holdings: Holdings, live: Live, seen: View, seconds: Seconds | None) -
 
 def _reserve(holdings: Holdings, live: Live, seconds: Seconds | None, now: float) -> ResumePlan | None:
     """A plan, its boundary pinned and its pages taken; None if the request must wait."""
-    holdings.unpin(
-        live
-    )  # first: what was held back until now may leave the store, and must not be planned with
+    holdings.unpin(live)  # what only this pin has kept in the store is not there to plan with
     store = holdings.pool.holder.store
     seen = store.match(live.request.namespace, live.tokens)
     del store  # old versions keep pages

@@ -18,6 +18,7 @@ from cache import Holder, Namespace, Store, Tier
 from cache.retention import Creation, Learned, Policy
 from kda_jax.engine.execution import Choice, Execution
 from kda_jax.engine.explain import Explanation, TreeNode, explain, tree
+from kda_jax.engine.lookup import Drafter, Lookup
 from kda_jax.engine.loop import Loop
 from kda_jax.engine.memory import Layout
 from kda_jax.engine.owner import Owner
@@ -70,6 +71,7 @@ class Engine:
         disk: Objects | None = None,
         remote: Objects | None = None,
         rates: Rates | None = None,
+        lookup: int = 0,
         queued: int = 1_000_000,
         stop_tokens: Sequence[int] = (),
         progress: Progress | None = None,
@@ -91,6 +93,7 @@ class Engine:
             disk, remote: stores of objects that checkpoints are written to and read from, faster and slower; open,
                 and closed by whoever opened them, after the engine. They keep to their own budgets.
             rates: what computing and loading take, to begin with; measured from there on.
+            lookup: most tokens that are guessed behind each, from the request's own (`Lookup`); 0 for none.
             queued: most prompt tokens that wait; beyond, `submit` refuses.
             stop_tokens: where requests end that name none.
             progress: told of each program before it is compiled.
@@ -109,11 +112,17 @@ class Engine:
             page_rows=page_rows,
             max_tokens=max_tokens,
         )
-        sizes = Sizes(rows=page_rows, state_pages=layout.state_pages + 1, budget=budget, queued=2**62)
+        sizes = Sizes(
+            rows=page_rows, state_pages=layout.state_pages + 1, budget=budget, queued=2**62, drafts=lookup
+        )
         if programs is None:
-            programs = Programs(parts, layout, most_tokens=budget, most_cuts=sizes.snapshots)
+            programs = Programs(
+                parts, layout, most_tokens=budget, most_cuts=sizes.snapshots, most_drafts=lookup
+            )
             programs.compile_all(progress)
-        elif programs.layout != layout or programs.chunks[-1] < budget:
+        elif (
+            programs.layout != layout or programs.chunks[-1] < budget or max((1, *programs.widths)) <= lookup
+        ):
             raise ValueError(f"these programs are for {programs.layout}, the engine's sizes give {layout}")
         self.layout, self.programs, self._namespace = layout, programs, namespace
         pages = Pages(layout.num_pages, layout.page_nbytes)
@@ -125,6 +134,7 @@ class Engine:
             budgets, policy or Learned(), state_nbytes=sizes_of[0], row_nbytes=sizes_of[1], page=page_rows
         )
         self._holder, self._creation, self._queued = Holder(store), creation, queued
+        self._lookup = lookup
         del store  # old versions keep pages
         self._stops = frozenset(stop_tokens)
         choices: dict[int, Choice] = {}
@@ -186,6 +196,7 @@ class Engine:
         self._check_size(len(ids), max_new_tokens)
         stops = self._stops if stop_tokens is None else frozenset(stop_tokens)
         choice = Choice(sampler, seed, stops, min(logprobs, self.config.vocab_size))
+        drafter = Lookup(ids, stop_tokens=stops) if self._lookup else None
         now = time.monotonic()
         with self._lock:
             if self._closed:
@@ -203,7 +214,7 @@ class Engine:
                 deadline=None if timeout is None else now + timeout,
             )
             stream = Stream(request.id, self._cancel)
-            self._owner.post(functools.partial(self._arrive, request, stream, choice, now))
+            self._owner.post(functools.partial(self._arrive, request, stream, choice, drafter, now))
         return stream
 
     def generate(self, prompts: Sequence[TokenIds], **options: Any) -> list[Finished]:
@@ -301,9 +312,11 @@ class Engine:
             self._idle.set()
         return due
 
-    def _arrive(self, request: Request, stream: Stream, choice: Choice, now: float) -> None:
+    def _arrive(
+        self, request: Request, stream: Stream, choice: Choice, drafter: Drafter | None, now: float
+    ) -> None:
         self._idle.clear()
-        self._loop.submit(request, stream, choice, now)
+        self._loop.submit(request, stream, choice, drafter, now)
         with self._lock:
             self._arriving -= len(request.tokens)
             self._waiting += len(request.tokens)

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from kda_jax.engine.calls import Chosen, Cut, Verified
+from kda_jax.engine.calls import Row as Lane
 from kda_jax.engine.loading import Read
 from kda_jax.engine.memory import Memory
 from kda_jax.engine.pages import PoolPages
-from kda_jax.engine.programs import Chosen, Cut, Programs
-from kda_jax.engine.programs import Row as Lane
+from kda_jax.engine.programs import Programs
 from kda_jax.engine.stream import Token
 from kda_jax.engine.work import Chunk, Load, Restore, Results, Row, Sampled, Snapshot, Work
 from kda_jax.sampling import Sampler
@@ -42,7 +43,7 @@ class Execution:
 
     Attributes:
         memory: on the device.
-        tokens: what the last step chose, by request.
+        tokens: what the last step chose, by request and in order.
         errors: why parts of the last step failed, by request.
     """
 
@@ -53,7 +54,7 @@ class Execution:
             choices: by request; whoever adds work for a request adds its choice first.
         """
         self.programs, self.memory, self._choices = programs, programs.empty(), choices
-        self.tokens: dict[int, Token] = {}
+        self.tokens: dict[int, list[Token]] = {}
         self.errors: dict[int, str] = {}
 
     def run(self, work: Work) -> Results:
@@ -63,7 +64,7 @@ class Execution:
             MemoryLost: if the memory went with a failure. All parts of the step have failed, and `reset` makes another.
         """
         self.tokens, self.errors = {}, {}
-        chosen: list[tuple[list[int], Chosen]] = []
+        chosen: list[tuple[list[int], Chosen | Verified]] = []
         for snapshot in work.snapshots:
             self._call([snapshot.id], self._snapshot, snapshot)
         for slot in work.zeros:
@@ -130,7 +131,7 @@ class Execution:
         pages = restore.pages[: self.programs.layout.snapshot_pages(restore.boundary)]
         return self.programs.restore(self.memory, restore.slot, restore.boundary, pages, restore.tail)
 
-    def _chunk(self, chunk: Chunk, chosen: list[tuple[list[int], Chosen]]) -> Memory:
+    def _chunk(self, chunk: Chunk, chosen: list[tuple[list[int], Chosen | Verified]]) -> Memory:
         for snapshot in chunk.snapshots:
             if snapshot.boundary == chunk.start:
                 self.memory = self._snapshot(snapshot)
@@ -146,14 +147,18 @@ class Execution:
             chosen.append(([chunk.id], made))
         return memory
 
-    def _rows(self, rows: tuple[Row, ...], chosen: list[tuple[list[int], Chosen]]) -> Memory:
-        """The decode batch: one token of each request that generates."""
+    def _rows(self, rows: tuple[Row, ...], chosen: list[tuple[list[int], Chosen | Verified]]) -> Memory:
+        """The decode batch: a token of each request that generates, and with drafts as many as are right."""
         choices = [self._choices[row.id] for row in rows]
         lanes = [
             Lane(row.slot, row.table, row.position, choice.sampler, choice.seed)
             for row, choice in zip(rows, choices)
         ]
-        memory, made = self.programs.decode(self.memory, [row.token for row in rows], lanes)
+        if any(row.drafts for row in rows):
+            drafted = [(row.token, *row.drafts) for row in rows]
+            memory, made = self.programs.verify(self.memory, drafted, lanes)
+        else:
+            memory, made = self.programs.decode(self.memory, [row.token for row in rows], lanes)
         chosen.append(([row.id for row in rows], made))
         return memory
 
@@ -161,10 +166,10 @@ class Execution:
         """Those that the snapshot fills: one at whole pages has no rows behind them."""
         return snapshot.pages[: self.programs.layout.snapshot_pages(snapshot.boundary)]
 
-    def _read(self, chosen: list[tuple[list[int], Chosen]]) -> dict[int, Sampled]:
+    def _read(self, chosen: list[tuple[list[int], Chosen | Verified]]) -> dict[int, Sampled]:
         """Waits for what was chosen: the one place in a step that does."""
         wanted = [
-            (made.tokens, made.logits if any(self._choices[id].logprobs for id in ids) else None)
+            made if any(self._choices[id].logprobs for id in ids) else made._replace(logits=None)
             for ids, made in chosen
         ]
         try:
@@ -172,14 +177,23 @@ class Execution:
         except Exception as error:
             raise MemoryLost(f"{type(error).__name__}: {error}") from error
         sampled = {}
-        for (ids, _), (tokens, logits) in zip(chosen, read):
+        for (ids, _), made in zip(chosen, read):
             for at, id in enumerate(ids):
-                choice, token = self._choices[id], int(tokens[at])
-                self.tokens[id] = Token(token)
-                if choice.logprobs:
-                    self.tokens[id] = _with_logprobs(token, logits[at], choice.logprobs)
-                sampled[id] = Sampled(token, token in choice.stop_tokens)
+                sampled[id] = self._sampled(id, at, made)
         return sampled
+
+    def _sampled(self, id: int, at: int, made: Chosen | Verified) -> Sampled:
+        """What row `at` of a call has made for a request."""
+        choice = self._choices[id]
+        accepted = int(made.accepted[at]) if isinstance(made, Verified) else 0
+        numbers = np.atleast_1d(made.tokens[at])[: accepted + 1].tolist()
+        self.tokens[id] = [Token(number) for number in numbers]
+        if choice.logprobs:
+            logits = np.reshape(made.logits[at], (-1, made.logits.shape[-1]))
+            self.tokens[id] = [
+                _with_logprobs(number, row, choice.logprobs) for number, row in zip(numbers, logits)
+            ]
+        return Sampled(numbers[-1], numbers[-1] in choice.stop_tokens, accepted)
 
 
 def _with_logprobs(token: int, logits: np.ndarray, count: int) -> Token:

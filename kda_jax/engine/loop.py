@@ -12,6 +12,7 @@ from cache.view import View
 from kda_jax.engine.execution import Choice, Execution, MemoryLost
 from kda_jax.engine.explain import name
 from kda_jax.engine.loading import Read
+from kda_jax.engine.lookup import Drafter
 from kda_jax.engine.request import Outcome, Request, Stage
 from kda_jax.engine.scheduler import Scheduler
 from kda_jax.engine.slower import Slower
@@ -31,24 +32,29 @@ class Asked:
         request: as the scheduler has it.
         stream: where its tokens go.
         submitted: when it came, in seconds.
+        drafter: guesses how it goes on.
         started: when its first work began.
         first: when its first token was there.
         generated: tokens so far, a stop token among them.
         stopped: whether the last of them was a stop token.
         last: when its last token was there.
         cached: prompt tokens that were restored, by tier.
+        drafted, accepted: tokens that were guessed, and those that were right.
         error: what went wrong.
     """
 
     request: Request
     stream: Stream
     submitted: float
+    drafter: Drafter | None
     started: float | None = None
     first: float | None = None
     last: float | None = None
     generated: int = 0
     stopped: bool = False
     cached: dict[str, int] = field(default_factory=dict)
+    drafted: int = 0
+    accepted: int = 0
     error: str | None = None
 
 
@@ -80,16 +86,18 @@ class Loop:
         self._held: set[bytes] = set()
         self._evictions = 0
 
-    def submit(self, request: Request, stream: Stream, choice: Choice, submitted: float) -> None:
+    def submit(
+        self, request: Request, stream: Stream, choice: Choice, drafter: Drafter | None, submitted: float
+    ) -> None:
         """Takes a request."""
-        self.asked[request.id] = Asked(request, stream, submitted)
+        self.asked[request.id] = Asked(request, stream, submitted, drafter)
         self._choices[request.id] = choice
         patience = self._slower.patience(request)
         if patience:
             self._searching[request.id] = self.clock() + patience
             self._slower.search(request, patience, lambda view: self._found(request.id, view))
         else:
-            self.scheduler.submit(request)
+            self.scheduler.submit(request, drafter)
 
     def cancel(self, id: int) -> None:
         """Ends a request, if it has not ended."""
@@ -167,6 +175,8 @@ class Loop:
             computed_tokens=tally.computed,
             restored_tokens=dict(tally.restored),
             generated_tokens=tally.generated,
+            drafted_tokens=tally.drafted,
+            accepted_tokens=tally.accepted,
             first_token=tally.first_token.times(),
             per_token=tally.per_token.times(),
             step=tally.step.times(),
@@ -186,7 +196,8 @@ class Loop:
     def _found(self, id: int, view: View | None) -> None:
         """A search is over, in time or not."""
         if self._searching.pop(id, None) is not None:
-            self.scheduler.submit(dataclasses.replace(self.asked[id].request, remote=view))
+            asked = self.asked[id]
+            self.scheduler.submit(dataclasses.replace(asked.request, remote=view), asked.drafter)
 
     def _give_up_searches(self) -> None:
         """Who has waited long enough for a search goes on without; whose deadline has passed has ended."""
@@ -226,6 +237,12 @@ class Loop:
         for id, error in self.execution.errors.items():
             if id in self.asked:
                 self.asked[id].error = error
+        for row in work.rows:
+            if (sampled := results.sampled.get(row.id)) and (asked := self.asked.get(row.id)):
+                asked.drafted += len(row.drafts)
+                asked.accepted += sampled.accepted
+                self.tally.drafted += len(row.drafts)
+                self.tally.accepted += sampled.accepted
         self.scheduler.done(work, results, self.clock())
         if lost is not None:
             self._memory_lost(lost)
@@ -249,7 +266,6 @@ class Loop:
         for part in (*work.restores, *work.chunks, *work.loads):
             self._starts(part.id, now)
         self.tally.computed += sum(len(chunk.tokens) for chunk in work.chunks)
-        self.tally.generated += len(work.rows) + sum(chunk.samples for chunk in work.chunks)
 
     def _restored(self, id: int, tokens: Mapping[str, int]) -> None:
         """A request goes on from a checkpoint whose latents, so many tokens of them, were in these tiers."""
@@ -268,8 +284,9 @@ class Loop:
     def _tell(self) -> None:
         """What the scheduler has to report, to those whom it concerns."""
         report = self.scheduler.report()
-        for id, token in report.tokens:
-            self._token(id, token)
+        for id, number in report.tokens:
+            told = self.execution.tokens.get(id)
+            self._token(id, number, told.pop(0) if told else None)
         for ended in report.ended:
             self._ended(ended)
         for key in report.published:
@@ -290,10 +307,11 @@ class Loop:
         if len(holder.store.prompts.places) > 2 * REMEMBERED:
             holder.update(lambda store: store.forget(REMEMBERED))
 
-    def _token(self, id: int, number: int) -> None:
+    def _token(self, id: int, number: int, told: Token | None) -> None:
         asked = self.asked[id]
         now = self.clock()
         asked.generated += 1
+        self.tally.generated += 1
         if asked.first is None:
             asked.first = now
             self.tally.first_token.add(now - asked.submitted)
@@ -303,7 +321,7 @@ class Loop:
         asked.last = now
         asked.stopped = number in self._choices[id].stop_tokens
         if not asked.stopped:
-            asked.stream.put(self.execution.tokens.get(id, Token(number)))
+            asked.stream.put(told or Token(number))
 
     def _ended(self, ended: Ended) -> None:
         asked = self.asked.pop(ended.id)
@@ -312,7 +330,7 @@ class Loop:
         if ended.outcome is not Outcome.FINISHED:
             reason = _REASONS[ended.outcome]
         failed = ended.outcome is Outcome.FAILED
-        usage = Usage(len(asked.request.tokens), asked.generated, asked.cached)
+        usage = Usage(len(asked.request.tokens), asked.generated, asked.cached, asked.drafted, asked.accepted)
         self.tally.ended[ended.outcome.value] += 1
         asked.stream.end(
             Finished(

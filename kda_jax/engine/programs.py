@@ -4,53 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kda_jax.engine import snapshot, steps
+from kda_jax.engine.calls import Chosen, Cut, Row, Verified
 from kda_jax.engine.memory import Layout, Memory, empty_memory
 from kda_jax.forward import SplitModel, bucket, config_of, dtype_of, split
 from kda_jax.model import Model
-from kda_jax.sampling import Sampler, row_samplers
+from kda_jax.sampling import RowSamplers, row_samplers
 
 _MOVES = "read_pages", "write_pages", "write_state"
 Progress = Callable[[str, int, int], None]
 """Called before a program is compiled: its name, how many are done, and how many there are."""
-
-
-class Row(NamedTuple):
-    """One sequence in a step.
-
-    Attributes:
-        slot: where its KDA states lie, 1 and up.
-        pages: its pages of latents in order, with room for the tokens of the step.
-        position: tokens absorbed.
-        sampler, seed: how the next token is chosen.
-    """
-
-    slot: int
-    pages: Sequence[int]
-    position: int
-    sampler: Sampler = Sampler()
-    seed: int = 0
-
-
-class Cut(NamedTuple):
-    """A snapshot to save while a chunk is read: where, counted from the beginning of the sequence, and the pages."""
-
-    position: int
-    pages: Sequence[int]
-
-
-class Chosen(NamedTuple):
-    """What a step chose, on the device: tokens int32 [B], and the logits before any limit, float32 [B, vocab]. Rows
-    behind those that were asked for are padding."""
-
-    tokens: jax.Array
-    logits: jax.Array
 
 
 class Programs:
@@ -62,6 +31,7 @@ class Programs:
         most_tokens: of a chunk of prefill; chunks are padded to 64, 128, 256 ... up to it.
         most_cuts: snapshots in one chunk.
         moved_pages: pages that one call of `read_pages` or `write_pages` moves; more take several.
+        most_drafts: behind a row's token; rows with drafts are padded to 3, 7, 15 ... up to it. 0 for none.
 
     Raises:
         ValueError: sizes that are not positive, a layout of another model, or a bfloat16 pool on a CPU.
@@ -75,9 +45,12 @@ class Programs:
         most_tokens: int = 512,
         most_cuts: int = 4,
         moved_pages: int = 8,
+        most_drafts: int = 0,
     ) -> None:
-        if min(most_tokens, most_cuts, moved_pages) < 1:
-            raise ValueError(f"{most_tokens=}, {most_cuts=} and {moved_pages=} must be positive")
+        if min(most_tokens, most_cuts, moved_pages, most_drafts + 1) < 1:
+            raise ValueError(
+                f"{most_tokens=}, {most_cuts=} and {moved_pages=} must be positive, {most_drafts=} not negative"
+            )
         self.graphdef, self.params = model if isinstance(model, tuple) else split(model)
         if config_of((self.graphdef, self.params)) != layout.config:
             raise ValueError("the layout is of another model: make it from this model's config")
@@ -88,6 +61,7 @@ class Programs:
         self.layout, self.most_cuts, self.moved_pages = layout, most_cuts, moved_pages
         self.batches = _doubling(1, layout.num_slots - 1)
         self.chunks = _doubling(64, bucket(most_tokens))
+        self.widths = _doubling(min(4, most_drafts + 1), most_drafts + 1) if most_drafts else ()
         self._compiled: dict[tuple[str, int, int], jax.stages.Compiled] = {}
 
     def empty(self) -> Memory:
@@ -97,6 +71,7 @@ class Programs:
     def compile_all(self, progress: Progress | None = None) -> None:
         """Compiles every program there is; what is left out is compiled when it is first called."""
         names = [("decode", size, 0) for size in self.batches]
+        names += [("verify", size, width) for size in self.batches for width in self.widths]
         names += [("prefill", size, cuts) for size in self.chunks for cuts in (0, self.most_cuts)]
         names += [(name, 0, 0) for name in ("snapshot", "restore", "zero", *_MOVES)]
         for done, name in enumerate(names):
@@ -110,25 +85,40 @@ class Programs:
         Raises:
             ValueError: no rows or more than there are slots, a slot twice, or rows without a place for their token.
         """
-        slots = [row.slot for row in rows]
-        if not rows or len(rows) >= self.layout.num_slots or len(set(slots)) < len(slots):
-            raise ValueError(
-                f"decode takes 1..{self.layout.num_slots - 1} rows, each in a slot of its own: {slots}"
-            )
-        size = next(size for size in self.batches if size >= len(rows))
-        table = np.zeros((size, self.layout.table_width), np.int32)
-        for i, row in enumerate(rows):
-            table[i] = self._table(row, 1)
-        memory, chosen, logits = self._run(
-            ("decode", size, 0),
-            memory,
-            _padded(tokens, size),
-            _padded(slots, size),
-            table,
-            _padded([row.position for row in rows], size),
-            row_samplers([row.sampler for row in rows], [row.seed for row in rows], size),
-        )
+        size, where = self._batch("decode", rows, [1] * len(rows))
+        memory, chosen, logits = self._run(("decode", size, 0), memory, _padded(tokens, size), *where)
         return memory, Chosen(chosen, logits)
+
+    def verify(
+        self, memory: Memory, tokens: Sequence[Sequence[int]], rows: Sequence[Row]
+    ) -> tuple[Memory, Verified]:
+        """Absorbs one token a row and those of its drafts that the model would choose itself.
+
+        The tokens are those that `decode` would choose one by one: greedy rows take the same largest logit, rows with a
+        temperature the same random numbers, which depend on seed and place alone. Logits differ from those of
+        `decode` by rounding, as they do between batches of other sizes; two that lie so close may change places.
+
+        Args:
+            memory: given up.
+            tokens: of each row one and its drafts, none to `most_drafts`.
+            rows: as in `decode`, with room for the drafts. Rows of latents behind the tokens that count are dead.
+
+        Raises:
+            ValueError: as `decode`, a row without a token, or more drafts than there may be.
+        """
+        counts = [len(row) for row in tokens]
+        if not self.widths or min(counts, default=0) < 1 or max(counts) > self.widths[-1]:
+            raise ValueError(
+                f"verify takes a token and up to {max(self.widths, default=1) - 1} drafts a row, "
+                f"got {counts} tokens: give fewer, or more as most_drafts"
+            )
+        size, where = self._batch("verify", rows, counts)
+        width = next(width for width in self.widths if width >= max(counts))
+        padded = np.zeros((size, width), np.int32)
+        for i, row in enumerate(tokens):
+            padded[i, : len(row)] = row
+        memory, *verified = self._run(("verify", size, width), memory, padded, _padded(counts, size), *where)
+        return memory, Verified(*verified)
 
     def prefill(
         self, memory: Memory, tokens: Sequence[int], row: Row, cuts: Sequence[Cut] = ()
@@ -228,30 +218,33 @@ class Programs:
             memory = self._run(("write_pages", 0, 0), memory, part, piece)
         return memory
 
-    def compiled(self, kind: str, size: int = 0, cuts: int = 0) -> jax.stages.Compiled:
-        """One program, compiled when it is first asked for; `size` is its rows or its tokens."""
-        name = kind, size, cuts
+    def compiled(self, kind: str, size: int = 0, more: int = 0) -> jax.stages.Compiled:
+        """One program, compiled when it is first asked for; `size` is its rows or, of a prefill, its tokens, `more` the
+        tokens of each row or the prefill's cuts."""
+        name = kind, size, more
         if name not in self._compiled:
-            run, shapes = self._parts(kind, size, cuts)
+            run, shapes = self._parts(kind, size, more)
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
             given_up = () if kind == "read_pages" else ("memory",)
             self._compiled[name] = jax.jit(run, donate_argnames=given_up).lower(*shapes).compile()
         return self._compiled[name]
 
-    def _parts(self, kind: str, size: int, cuts: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _parts(self, kind: str, size: int, more: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A program's function and examples of its arguments."""
         memory = jax.eval_shape(self.empty)
         one, table = np.int32(0), np.zeros((self.layout.table_width,), np.int32)
         pages = np.zeros((self.layout.state_pages + 1,), np.int32)
-        if kind == "decode":
+        if kind in ("decode", "verify"):
             rows, samplers = np.zeros((size,), np.int32), row_samplers([], [], size)
-            tables = np.zeros((size, *table.shape), np.int32)
-            step = functools.partial(steps.decode, self.graphdef)
-            return step, (self.params, memory, rows, rows, tables, rows, samplers)
+            where = rows, np.zeros((size, *table.shape), np.int32), rows, samplers
+            if kind == "decode":
+                return functools.partial(steps.decode, self.graphdef), (self.params, memory, rows, *where)
+            tokens = np.zeros((size, more), np.int32)
+            return functools.partial(steps.verify, self.graphdef), (self.params, memory, tokens, rows, *where)
         if kind == "prefill":
             step = functools.partial(steps.prefill, self.graphdef)
-            tokens, at = np.zeros((size,), np.int32), np.zeros((cuts,), np.int32)
-            many = np.zeros((cuts, *pages.shape), np.int32)
+            tokens, at = np.zeros((size,), np.int32), np.zeros((more,), np.int32)
+            many = np.zeros((more, *pages.shape), np.int32)
             samplers = row_samplers([], [], 1)
             return step, (self.params, memory, tokens, one, one, table, one, at, many, samplers)
         moved = np.zeros((self.moved_pages,), np.int32)
@@ -270,8 +263,25 @@ class Programs:
         }[kind]
 
     def _run(self, name: tuple[str, int, int], *args: Any) -> Any:
-        with_model = (self.params,) if name[0] in ("decode", "prefill") else ()
+        with_model = (self.params,) if name[0] in ("decode", "verify", "prefill") else ()
         return self.compiled(*name)(*with_model, *args)
+
+    def _batch(
+        self, kind: str, rows: Sequence[Row], counts: Sequence[int]
+    ) -> tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray, RowSamplers]]:
+        """How many rows a batch is padded to, and their slots, tables, positions and samplers; each has room for its
+        count of tokens."""
+        slots = [row.slot for row in rows]
+        if not 0 < len(rows) == len(counts) < self.layout.num_slots or len(set(slots)) < len(slots):
+            raise ValueError(
+                f"{kind} takes 1..{self.layout.num_slots - 1} rows, each in a slot of its own: {slots}"
+            )
+        size = next(size for size in self.batches if size >= len(rows))
+        table = np.zeros((size, self.layout.table_width), np.int32)
+        for i, (row, count) in enumerate(zip(rows, counts)):
+            table[i] = self._table(row, count)
+        samplers = row_samplers([row.sampler for row in rows], [row.seed for row in rows], size)
+        return size, (_padded(slots, size), table, _padded([row.position for row in rows], size), samplers)
 
     def _table(self, row: Row, more: int) -> np.ndarray:
         """The row's pages as int32 [n], after a look whether they have room for `more` tokens."""

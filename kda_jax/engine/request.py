@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -11,6 +12,7 @@ from cache.placement import Placed
 from cache.tier import ALL_TIERS
 from cache.tokens import Tokens
 from cache.view import View
+from kda_jax.engine.lookup import Drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,6 +96,7 @@ class Live:
         tiers: set of those that it still trusts to load from.
         busy: whether work in flight names it: its pages and its slot may be written until that is over.
         outcome: how it ended, once it has.
+        drafter: guesses how it goes on; None if nobody does.
     """
 
     request: Request
@@ -111,6 +114,7 @@ class Live:
     tiers: int = ALL_TIERS
     busy: bool = False
     outcome: Outcome | None = None
+    drafter: Drafter | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -122,6 +126,6 @@ class Live:
         """Tokens that it has generated so far."""
         return len(self.tokens) - len(self.request.tokens)
 
-    def append(self, token: int) -> None:
-        """Takes a generated token."""
-        self.tokens = np.append(self.tokens, np.int32(token))
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Takes generated tokens."""
+        self.tokens = np.concatenate((self.tokens, np.array(tokens, np.int32)))

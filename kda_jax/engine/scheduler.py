@@ -17,7 +17,9 @@ from cache.placement import Placed
 from cache.retention.protocol import Creation, Kind
 from cache.tier import Tier
 from kda_jax.engine.admission import Seconds, admit
+from kda_jax.engine.drafting import with_drafts
 from kda_jax.engine.holdings import Holdings
+from kda_jax.engine.lookup import Drafter
 from kda_jax.engine.pages import Pages, Slots
 from kda_jax.engine.pool import Pool
 from kda_jax.engine.request import Live, Outcome, Overloaded, Refused, Request, Stage
@@ -64,8 +66,12 @@ class Scheduler:
         self._ended: list[Ended] = []
         self._published: list[bytes] = []
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, drafter: Drafter | None = None) -> None:
         """Takes a request.
+
+        Args:
+            request: what is asked for.
+            drafter: guesses how it goes on, of this request alone; the tokens do not depend on it.
 
         Raises:
             Overloaded: if too many tokens wait.
@@ -83,7 +89,7 @@ class Scheduler:
             )
         if (queued := self.holdings.queued) + len(request.tokens) > self.sizes.queued:
             raise Overloaded(f"{queued} tokens wait, the most is {self.sizes.queued}: come again later")
-        self.live[request.id] = Live(request, self._arrivals, request.tokens)
+        self.live[request.id] = Live(request, self._arrivals, request.tokens, drafter=drafter)
         self._arrivals += 1
 
     def cancel(self, id: int) -> bool:
@@ -116,10 +122,9 @@ class Scheduler:
         self._sweep()
         rows = self._rows(now)
         zeros, restores, loads = admit(self.holdings, self.creation, self._seconds, now)
-        rows = tuple(
-            row for row in rows if self.live[row.id].stage is Stage.DECODING
-        )  # others were preempted
-        chunks = self._chunks(self.sizes.budget - len(rows), now)
+        rows = [row for row in rows if self.live[row.id].stage is Stage.DECODING]  # others were preempted
+        rows = with_drafts(self.holdings, rows)
+        chunks = self._chunks(self.sizes.budget - sum(1 + len(row.drafts) for row in rows), now)
         snapshots = tuple(self._snapshot(live) for live in self.holdings.ordered(Stage.SAVING))
         work = Work(snapshots, zeros, restores, chunks, rows, loads)
         for each in (*snapshots, *restores, *chunks, *rows, *loads):
@@ -142,8 +147,9 @@ class Scheduler:
             if row.id in results.failed:
                 self._end(live, Outcome.FAILED)
             else:
-                live.computed += 1
-                self._sampled(live, results.sampled[row.id], now)
+                sampled = results.sampled[row.id]
+                live.computed += 1 + sampled.accepted
+                self._sampled(live, sampled, now, row.drafts)
         for snapshot in work.snapshots:
             self._saved(snapshot, snapshot.id in results.failed, now)
         self._sweep()
@@ -284,12 +290,13 @@ class Scheduler:
             live.stage = Stage.DECODING
             self._sampled(live, results.sampled[chunk.id], now)
 
-    def _sampled(self, live: Live, sampled: Sampled, now: float) -> None:
-        """Takes a token; with the last one the request ends, and its state is saved where there is room."""
+    def _sampled(self, live: Live, sampled: Sampled, now: float, drafts: tuple[int, ...] = ()) -> None:
+        """Takes tokens; with the last one the request ends, and its state is saved where there is room."""
         if live.outcome:
             return
-        live.append(sampled.token)
-        self._tokens.append((live.request.id, sampled.token))
+        tokens = *drafts[: sampled.accepted], sampled.token
+        live.extend(tokens)
+        self._tokens += [(live.request.id, token) for token in tokens]
         if not sampled.last and live.generated < live.request.max_new_tokens:
             return
         self._end(live, Outcome.FINISHED)

@@ -46,6 +46,7 @@ class Statistics:
         computed_tokens: tokens that prefills computed.
         restored_tokens: tokens that were restored in their place, by the tier of their latents.
         generated_tokens: tokens that were sampled.
+        drafted_tokens, accepted_tokens: tokens that were guessed, and those of them that were right.
         first_token: seconds from `submit` to the first token.
         per_token: seconds between tokens of one request.
         step: seconds of steps that did something.
@@ -71,6 +72,8 @@ class Statistics:
     computed_tokens: int
     restored_tokens: Mapping[str, int]
     generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
     first_token: Times
     per_token: Times
     step: Times
@@ -108,6 +111,8 @@ class Tally:
     ended: Counter[str] = field(default_factory=Counter)
     computed: int = 0
     generated: int = 0
+    drafted: int = 0
+    accepted: int = 0
     restored: Counter[str] = field(default_factory=Counter)
     first_token: Window = field(default_factory=Window)
     per_token: Window = field(default_factory=Window)

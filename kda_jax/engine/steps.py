@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +13,8 @@ from kda_jax.engine.snapshot import put_slot, save
 from kda_jax.forward import Params
 from kda_jax.model import Model
 from kda_jax.sampling import RowSamplers, sample_rows
-from kda_jax.state import KDAState, PagedMLAState, PooledState, SlottedKDAState
+from kda_jax.state import DraftedKDAState, KDAState, PagedMLAState, PooledState, SlottedKDAState
+from pallas_kernels import kda_accept
 from pallas_kernels.buffers import zeros_after
 
 
@@ -37,13 +40,8 @@ def decode(
     Returns:
         the memory, the tokens int32 [B], and the logits they were chosen from, float32 [B, vocab].
     """
-    places = jnp.where(slots == 0, -1, slots)
-
-    def kda(recurrent: jax.Array, conv: jax.Array) -> SlottedKDAState:
-        return SlottedKDAState(recurrent, conv, places, position)
-
     model = nnx.merge(graphdef, params)
-    state = _state(model, memory, table, position, list(map(kda, memory.recurrent, memory.conv)))
+    state = _in_slots(model, memory, slots, table, position)
     logits, state = model(tokens[:, None], state)
     memory, kda_states = _taken_apart(state)
     memory = memory._replace(
@@ -51,6 +49,46 @@ def decode(
         conv=tuple(layer.conv for layer in kda_states),
     )
     return memory, sample_rows(logits[:, 0], samplers, position + 1), logits[:, 0]
+
+
+def verify(
+    graphdef: nnx.GraphDef[Model],
+    params: Params,
+    memory: Memory,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    slots: jax.Array,
+    table: jax.Array,
+    position: jax.Array,
+    samplers: RowSamplers,
+) -> tuple[Memory, jax.Array, jax.Array, jax.Array]:
+    """Absorbs one token a row and as many drafts behind it as are what `decode` would choose, one after the other.
+
+    The model reads all tokens at once. A draft counts if it is the token chosen behind the one before it, and that
+    counts; the memory is left at the last that does. Latents behind it are dead.
+
+    Args:
+        graphdef, params: the model.
+        memory: what the rows have absorbed.
+        tokens: int32 [B, T], a row's token and its drafts.
+        lengths: int32 [B], tokens and drafts that there are, 1..T; 0 in rows of padding.
+        slots, table, position, samplers: as in `decode`.
+
+    Returns:
+        the memory, the tokens chosen behind each, int32 [B, T], how many drafts count, int32 [B], and the logits,
+        float32 [B, T, vocab].
+    """
+    model = nnx.merge(graphdef, params)
+    state = _in_slots(model, memory, slots, table, position)
+    logits, state = model(tokens, state, lengths)
+    rows, count = tokens.shape
+    behind = position[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)
+    each = RowSamplers(*(jnp.repeat(jnp.asarray(x), count) for x in samplers))
+    chosen = sample_rows(logits.reshape(rows * count, -1), each, behind.reshape(-1)).reshape(rows, count)
+    there = jnp.arange(1, count, dtype=jnp.int32) < lengths[:, None]
+    right = there & (tokens[:, 1:] == chosen[:, :-1])
+    accepted = jnp.cumprod(right.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    return _accept(memory, state, accepted + 1, slots), chosen, accepted, logits
 
 
 def prefill(
@@ -137,7 +175,7 @@ def _state(
     memory: Memory,
     table: jax.Array,
     position: jax.Array,
-    kda_states: list[KDAState] | list[SlottedKDAState],
+    kda_states: Sequence[KDAState | SlottedKDAState],
 ) -> PooledState:
     """The model's state over the memory."""
     kda, planes = iter(kda_states), iter(memory.planes)
@@ -149,7 +187,38 @@ def _state(
     )
 
 
-def _taken_apart(state: PooledState) -> tuple[Memory, list[KDAState | SlottedKDAState]]:
+def _in_slots(
+    model: Model, memory: Memory, slots: jax.Array, table: jax.Array, position: jax.Array
+) -> PooledState:
+    """The model's state of rows in slots, slot 0 for padding."""
+    kda = [
+        SlottedKDAState(recurrent, conv, _places(slots), position)
+        for recurrent, conv in zip(memory.recurrent, memory.conv)
+    ]
+    return _state(model, memory, table, position, kda)
+
+
+def _places(slots: jax.Array) -> jax.Array:
+    """The slots as kernels have them: a negative one for padding."""
+    return jnp.where(slots == 0, -1, slots)
+
+
+def _accept(memory: Memory, state: PooledState, counts: jax.Array, slots: jax.Array) -> Memory:
+    """The memory behind the first `counts` tokens, int32 [B], of those that `state` has read as drafts."""
+    pools, layers = _taken_apart(state)
+    recurrent, conv = [], []
+    for layer, states, windows in zip(layers, memory.recurrent, memory.conv, strict=True):
+        states, windows = kda_accept(
+            states, windows, layer.recurrent, layer.conv, counts, slots=_places(slots)
+        )
+        recurrent.append(states)
+        conv.append(windows)
+    return pools._replace(recurrent=tuple(recurrent), conv=tuple(conv))
+
+
+def _taken_apart(
+    state: PooledState,
+) -> tuple[Memory, list[KDAState | SlottedKDAState | DraftedKDAState]]:
     """The planes, and the states of KDA layers."""
     planes = tuple(layer.latent for layer in state.layers if isinstance(layer, PagedMLAState))
     return Memory(planes, (), ()), [layer for layer in state.layers if not isinstance(layer, PagedMLAState)]

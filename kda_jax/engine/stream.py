@@ -34,11 +34,14 @@ class Usage(NamedTuple):
         prompt_tokens: length of the prompt.
         completion_tokens: tokens generated, a stop token among them.
         cached: prompt tokens that were restored and not computed, by the name of the tier that their latents came from.
+        drafted, accepted: tokens that were guessed, and those of them that were right.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached: Mapping[str, int]
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Times(NamedTuple):

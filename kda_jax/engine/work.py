@@ -98,13 +98,23 @@ class Chunk(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Compute one token at `position`, and sample the next."""
+    """Compute one token at `position`, and those of its drafts that the model would sample; and sample the next.
+
+    Attributes:
+        id: of the request.
+        slot: of its state.
+        position: tokens that the state has taken in.
+        token: the new one.
+        table: pages of its latents, with room for all drafts.
+        drafts: guesses of what comes behind it.
+    """
 
     id: int
     slot: int
     position: int
     token: int
     table: tuple[int, ...]
+    drafts: tuple[int, ...] = ()
 
 
 class Work(NamedTuple):
@@ -133,10 +143,17 @@ class Work(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A token, and whether generation stops with it."""
+    """What was sampled.
+
+    Attributes:
+        token: behind the drafts that count.
+        last: whether generation stops with it.
+        accepted: how many of the row's drafts count; the state has taken in these and no more.
+    """
 
     token: int
     last: bool = False
+    accepted: int = 0
 
 
 class Results(NamedTuple):

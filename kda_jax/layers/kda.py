@@ -7,8 +7,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kda_jax.layers.projection import Linear, Projections, fan_in
-from kda_jax.state import KDAState, SlottedKDAState
-from pallas_kernels import KDAParameters, kda_decode, kda_gate, kda_prefill, rms_norm_gated, short_conv
+from kda_jax.state import DraftedKDAState, KDAState, SlottedKDAState
+from pallas_kernels import (
+    KDAParameters,
+    kda_decode,
+    kda_draft,
+    kda_gate,
+    kda_prefill,
+    rms_norm_gated,
+    short_conv,
+)
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -86,21 +94,22 @@ class KimiDeltaAttention(nnx.Module):
         *,
         lengths: Int[Array, "B"] | None = None,
         boundaries: Int[Array, "... NB"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], KDAState | SlottedKDAState, *tuple[KDAState, ...]]:
+    ) -> tuple[Float[Array, "B T D"], KDAState | SlottedKDAState | DraftedKDAState, *tuple[KDAState, ...]]:
         """Mixes tokens, going on from `state`.
 
         Args:
             x: the tokens' vectors.
             state: what the rows have absorbed; None for nothing. It also anchors the chunk grid. In slots for
-                one token a row, without `lengths` and `boundaries`.
+                one token a row, or for drafts: those behind a row's length are kept too, and are not to be accepted.
             lengths: tokens of each row that count; the rest is padding, which touches nothing.
             boundaries: token counts of this call, 0..T, at which the state is returned too.
 
         Returns:
-            y, the state behind each row's last token, and with `boundaries` the states there, [B, NB, ...].
+            y, the state behind each row's last token, and with `boundaries` the states there, [B, NB, ...]. Of drafts
+            the states after each of them.
 
         Raises:
-            ValueError: a state in slots for anything but one token a row.
+            ValueError: a state in slots and boundaries, or lengths of single tokens.
         """
         mixed, decay, gate, beta = self.in_proj(x)
         # The few columns of the gates are copied, or they would keep the whole projection alive.
@@ -109,10 +118,12 @@ class KimiDeltaAttention(nnx.Module):
         if state is not None and x.shape[1] == 1 and lengths is None and boundaries is None:
             out, new, at = self._step(mixed, decay, beta, self._gate(gate), state)
         elif isinstance(state, SlottedKDAState):
-            raise ValueError(
-                f"states in slots take one token a row, without lengths and boundaries; got {x.shape[1]} tokens: "
-                "take the rows out of their slots first"
-            )
+            if x.shape[1] == 1 or boundaries is not None:
+                raise ValueError(
+                    f"states in slots take one token a row without lengths, or drafts, and no boundaries; got "
+                    f"{x.shape[1]} tokens: take the rows out of their slots first"
+                )
+            out, new, at = self._drafts(mixed, decay, beta, self._gate(gate), state)
         else:
             decay = kda_gate(decay, self.A_log[...], self.dt_bias[...], lower_bound=self.gate_lower_bound)
             beta = jax.nn.sigmoid(beta.astype(jnp.float32))
@@ -144,7 +155,7 @@ class KimiDeltaAttention(nnx.Module):
             decay[:, 0],
             beta[:, 0],
             gate[:, 0],
-            KDAParameters(self.conv[...], self.A_log[...], self.dt_bias[...], self.o_norm[...]),
+            self._parameters(),
             state.recurrent,
             state.conv,
             eps=self.norm_eps,
@@ -153,6 +164,26 @@ class KimiDeltaAttention(nnx.Module):
         )
         new = state._replace(recurrent=recurrent, conv=window, position=state.position + 1)
         return out[:, None], new, None
+
+    def _drafts(
+        self, mixed: Array, decay: Array, beta: Array, gate: Array, state: SlottedKDAState
+    ) -> tuple[Array, DraftedKDAState, None]:
+        out, recurrent, windows = kda_draft(
+            mixed,
+            decay,
+            beta,
+            gate,
+            self._parameters(),
+            state.recurrent,
+            state.conv,
+            eps=self.norm_eps,
+            lower_bound=self.gate_lower_bound,
+            slots=state.slots,
+        )
+        return out, DraftedKDAState(recurrent, windows, state.position), None
+
+    def _parameters(self) -> KDAParameters:
+        return KDAParameters(self.conv[...], self.A_log[...], self.dt_bias[...], self.o_norm[...])
 
     def _sequence(
         self,
