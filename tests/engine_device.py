@@ -185,6 +185,8 @@ class Device:
 
     def chunk(self, chunk: Chunk, failing: bool, sampled: dict[int, Sampled]) -> None:
         state, waiting = self.state(chunk.id, chunk.slot), list(chunk.snapshots)
+        if waiting and waiting[0].boundary == chunk.start:
+            self.snapshot(waiting.pop(0), failing)
         for at, token in enumerate(chunk.tokens.tolist(), start=chunk.start):
             state, row = advance(state, token)
             self.write_row(chunk.id, chunk.table, at, b"wrong" if failing else row)

@@ -39,7 +39,7 @@ LAYOUT = Layout(
 
 PROGRAMS = [
     *["decode 1", "decode 2", "decode 4", "decode 8", "prefill 64", "prefill 64 2"],
-    *["snapshot", "restore", "zero", "read_pages", "write_pages"],
+    *["snapshot", "restore", "zero", "read_pages", "write_pages", "write_state"],
 ]
 
 
@@ -234,7 +234,7 @@ def test_a_snapshot_resumes_to_the_bit(programs: Programs) -> None:
         shared = live.row.pages[: position // PAGE]
         own = [pages.pop()] if position % PAGE else []
         row = Row(2, [*shared, *own], position)
-        memory = programs.restore(memory, row, saved)
+        memory = programs.restore(memory, 2, position, saved, own[0] if own else None)
         assert_same_bits(states, slot_of(memory, 2))
         assert_same_bits(latents, rows_of(memory, row))
         if own and position > 128:

@@ -3,7 +3,7 @@
 Knows bytes and names; no jax, no tokens.
 """
 
-from transfer.checkpoint import Checkpoint, fetch, publish, withdraw
+from transfer.checkpoint import Checkpoint, fetch, fetch_all, publish, withdraw
 from transfer.counters import Counters, Operation, Recorder
 from transfer.disk import DiskObjects
 from transfer.errors import Closed, TransferError, Unavailable
@@ -35,6 +35,7 @@ __all__ = [
     "Unavailable",
     "announce",
     "fetch",
+    "fetch_all",
     "find",
     "publish",
     "withdraw",

@@ -18,7 +18,7 @@ from transfer.calls import deadline
 from transfer.counters import Recorder
 from transfer.manifest import About, Manifest, Miss, Unreadable, decode, encode
 from transfer.objects import Bytes, Item, Objects, Put, Read
-from transfer.packing import PART_NBYTES, Digested, Layout, digest, lay_out, manifest_of, runs, unpack
+from transfer.packing import PART_NBYTES, Digested, Layout, Run, digest, lay_out, manifest_of, runs, unpack
 
 
 class Checkpoint(NamedTuple):
@@ -118,6 +118,44 @@ def fetch(
         return checkpoint
 
 
+def fetch_all(
+    objects: Objects, names: Sequence[str], namespace: str, timeout: float, recorder: Recorder | None = None
+) -> list[Checkpoint | None]:
+    """Reads many checkpoints as `fetch` reads one, in two calls of the store: their manifests, then their parts.
+
+    Raises:
+        ValueError: for a bad name.
+    """
+    until = deadline(timeout)
+    with (recorder or Recorder()).call("fetch") as ended:
+        manifests: list[Manifest | Unreadable] = []
+        for raw in _get(objects, [Read(name) for name in names], until):
+            try:
+                manifests.append(_checked(raw, namespace, until))
+            except Unreadable as error:
+                manifests.append(error)
+        wanted = [
+            (runs(manifest, _leaves(manifest)), manifest.part_keys(name))
+            if isinstance(manifest, Manifest)
+            else ([], [])
+            for name, manifest in zip(names, manifests)
+        ]
+        reads = [Read(keys[run.part], run.start, run.nbytes) for each, keys in wanted for run in each]
+        raws, found = iter(_get(objects, reads, until)), []
+        for manifest, (each, keys) in zip(manifests, wanted):
+            got = [next(raws) for _ in each]
+            try:
+                if isinstance(manifest, Unreadable):
+                    raise manifest
+                leaves = _leaves(manifest)
+                found.append(_unpacked(objects, manifest, keys, list(zip(each, got)), leaves, until))
+                ended.append(("hit", found[-1].nbytes))
+            except Unreadable as error:
+                found.append(None)
+                ended.append((error.miss.value, 0))
+        return found
+
+
 def withdraw(objects: Objects, name: str, timeout: float) -> bool:
     """Removes a checkpoint, the manifest first; whether all of it is gone. What no manifest names is not found.
 
@@ -190,20 +228,30 @@ def _take_back(objects: Objects, name: str, own: Sequence[str], there: bool, unt
 def _fetch(
     objects: Objects, name: str, namespace: str, leaves: Collection[str] | None, until: float
 ) -> Checkpoint:
-    manifest = _manifest(objects, name, until)
-    if manifest.about.namespace != namespace:
-        raise Unreadable(Miss.NAMESPACE, f"of {manifest.about.namespace!r}, not {namespace!r}")
-    wanted = {leaf.name for leaf in manifest.leaves} if leaves is None else set(leaves)
-    if lacks := wanted - {leaf.name for leaf in manifest.leaves}:
+    [raw] = _get(objects, [Read(name)], until)
+    manifest = _checked(raw, namespace, until)
+    wanted = _leaves(manifest) if leaves is None else set(leaves)
+    if lacks := wanted - _leaves(manifest):
         raise Unreadable(Miss.LEAF, f"no leaves {sorted(lacks)}")
     keys, wanted_runs = manifest.part_keys(name), runs(manifest, wanted)
     found = _get(objects, [Read(keys[run.part], run.start, run.nbytes) for run in wanted_runs], until)
-    if any(raw is None for raw in found):
+    return _unpacked(objects, manifest, keys, list(zip(wanted_runs, found)), wanted, until)
+
+
+def _unpacked(
+    objects: Objects,
+    manifest: Manifest,
+    keys: Sequence[str],
+    found: Sequence[tuple[Run, Bytes | None]],
+    wanted: set[str],
+    until: float,
+) -> Checkpoint:
+    """The leaves that were read. Raises Unreadable."""
+    there = [(run, raw) for run, raw in found if raw is not None]
+    if len(there) < len(found):
         raise Unreadable(Miss.LATE if monotonic() >= until else Miss.PART, "a part was not read")
     try:
-        arrays, copied = unpack(
-            manifest, wanted, [(run, raw) for run, raw in zip(wanted_runs, found) if raw is not None]
-        )
+        arrays, copied = unpack(manifest, wanted, there)
     except Unreadable as error:
         if error.part is not None:
             _remove(objects, [keys[error.part]], until, force=True)
@@ -211,9 +259,25 @@ def _fetch(
     return Checkpoint(manifest.about, arrays, sum(array.nbytes for array in arrays.values()), copied)
 
 
+def _leaves(manifest: Manifest) -> set[str]:
+    return {leaf.name for leaf in manifest.leaves}
+
+
+def _checked(raw: Bytes | None, namespace: str, until: float) -> Manifest:
+    """A manifest of this namespace. Raises Unreadable."""
+    manifest = _decoded(raw, until)
+    if manifest.about.namespace != namespace:
+        raise Unreadable(Miss.NAMESPACE, f"of {manifest.about.namespace!r}, not {namespace!r}")
+    return manifest
+
+
 def _manifest(objects: Objects, name: str, until: float) -> Manifest:
     """Raises Unreadable."""
     [raw] = _get(objects, [Read(name)], until)
+    return _decoded(raw, until)
+
+
+def _decoded(raw: Bytes | None, until: float) -> Manifest:
     if raw is None:
         raise Unreadable(Miss.LATE if monotonic() >= until else Miss.ABSENT, "no manifest was read")
     return decode(raw)

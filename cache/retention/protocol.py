@@ -72,6 +72,7 @@ class Creation:
             raise ValueError(f"{self.before_end=} are distances before a prompt's end, each positive")
 
 
+@runtime_checkable
 class Policy(Protocol):
     """An immutable value; what is told gives a new one. Times are seconds of any clock that never goes back.
 

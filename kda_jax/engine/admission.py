@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from cache.keys import KeyChain
@@ -23,14 +24,18 @@ class Begun(NamedTuple):
     loads: tuple[Load, ...]
 
 
-def admit(holdings: Holdings, creation: Creation, now: float) -> Begun:
-    """Starts requests in their order, until one has to wait."""
+Seconds = Callable[[ResumePlan, int], float]
+"""What a request of so many tokens is expected to take up to its first token if it starts by a plan."""
+
+
+def admit(holdings: Holdings, creation: Creation, seconds: Seconds | None, now: float) -> Begun:
+    """Starts requests in their order, until one has to wait. Without `seconds`, deeper is better."""
     zeros, restores, loads = [], [], []
     while queue := holdings.ordered(Stage.WAITING, Stage.SAVING):  # anew each time: who is preempted is in it
         live = next((each for each in queue if not each.outcome), queue[0])
         if live.stage is Stage.SAVING:
             break
-        plan = _reserve(holdings, live, now) if _slot(holdings, live, now) else None
+        plan = _reserve(holdings, live, seconds, now) if _slot(holdings, live, now) else None
         if plan is None:
             break
         live.slot, live.attempt = holdings.slots.take(), live.attempt + 1
@@ -56,16 +61,25 @@ def _slot(holdings: Holdings, live: Live, now: float) -> bool:
     return holdings.slots.free > 0
 
 
-def _reserve(holdings: Holdings, live: Live, now: float) -> ResumePlan | None:
+def _plan(holdings: Holdings, live: Live, seen: View, seconds: Seconds | None) -> ResumePlan:
+    """Where a request resumes: as deep as can be, or from fewer tiers where that is expected to be quicker."""
+    plans, store, count = [], holdings.pool.holder.store, len(live.tokens)
+    for slowest in sorted(Tier, reverse=True) if seconds else [max(Tier)]:
+        tiers = live.tiers & (2 * slowest.bit - 1)
+        limits = Limits(grid=holdings.sizes.grid, tiers=tiers)
+        plan = store.plan(seen, count, limits, live.request.remote)
+        if not plans or plan.boundary < plans[-1].boundary or plan.state != plans[-1].state:
+            plans.append(plan)
+    return min(plans, key=lambda plan: seconds(plan, count)) if seconds else plans[0]
+
+
+def _reserve(holdings: Holdings, live: Live, seconds: Seconds | None, now: float) -> ResumePlan | None:
     """A plan, its boundary pinned and its pages taken; None if the request must wait."""
-    holdings.unpin(
-        live
-    )  # first: what was held back until now may leave the store, and must not be planned with
+    holdings.unpin(live)  # what only this pin has kept in the store is not there to plan with
     store = holdings.pool.holder.store
     seen = store.match(live.request.namespace, live.tokens)
-    limits = Limits(grid=holdings.sizes.grid, tiers=live.tiers)
-    plan = store.plan(seen, len(live.tokens), limits, live.request.remote)
     del store  # old versions keep pages
+    plan = _plan(holdings, live, seen, seconds)
     holdings.pin(live, plan.key)
     if not _take(holdings, live, plan, now):
         last = holdings.last(live, below=live.request.priority)
@@ -75,6 +89,7 @@ def _reserve(holdings: Holdings, live: Live, now: float) -> ResumePlan | None:
             return None
         # alone, and what it would resume from takes the room that it needs
         holdings.unpin(live)
+        limits = Limits(grid=holdings.sizes.grid)
         plan = holdings.pool.holder.store.plan(View(), len(live.tokens), limits)
         if not _take(holdings, live, plan, now):
             return None

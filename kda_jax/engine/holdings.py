@@ -39,7 +39,7 @@ class Holdings:
     def back(self, live: Live) -> None:
         """A request gives up its pages and its slot, and waits."""
         self.release(live)
-        live.stage, live.computed = Stage.WAITING, 0
+        live.stage, live.computed, live.loaded = Stage.WAITING, 0, None
 
     def release(self, live: Live) -> None:
         """A request gives up all that it holds."""

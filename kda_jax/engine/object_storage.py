@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from cache import Payload
-from transfer import About, Objects, Put, fetch, publish
+from transfer import About, Objects, Put, fetch, fetch_all, publish
 from transfer.counters import Counters, Recorder
 
 
@@ -65,6 +65,13 @@ class ObjectStorage:
         if found is None:
             raise OSError(f"{name} is not in the store, or not whole")
         return found.arrays
+
+    def read_all(self, names: Sequence[str]) -> list[dict[str, np.ndarray] | None]:
+        """The arrays of each name as `read` gives them, in two calls of the store however many; None for a miss."""
+        if not names:
+            return []
+        found = fetch_all(self.objects, names, self._namespace, self.timeout, self._recorder)
+        return [None if each is None else each.arrays for each in found]
 
     def counters(self) -> Counters:
         """How many payloads were written and read, and why others were not (`transfer.Miss`)."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from cache.holder import Holder
 from cache.retention.protocol import Kind
+from cache.store import Store
 from cache.tier import Tier
 from cache.tokens import Tokens
 from kda_jax.engine.pages import Pages, PoolPages
@@ -78,6 +79,16 @@ class Pool:
     def lose(self, key: bytes, tier: Tier, page: bytes | None, now: float) -> None:
         """Takes what could not be read out of a tier: a page by its name, or the state."""
         self.holder.update(lambda store: store.lose(key, tier, now, page))
+
+    def clear(self, now: float) -> None:
+        """The device tier loses all that it holds. Nothing is pinned."""
+
+        def cleared(store: Store) -> Store:
+            for key in list(store.shelves[Tier.DEVICE].states):
+                store = store.lose(key, Tier.DEVICE, now)
+            return store
+
+        self.holder.update(cleared)
 
     def holds(self, namespace: bytes, tokens: Tokens) -> bool:
         """Whether the device tier has the checkpoint behind these tokens."""

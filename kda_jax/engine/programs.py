@@ -17,6 +17,7 @@ from kda_jax.forward import SplitModel, bucket, config_of, dtype_of, split
 from kda_jax.model import Model
 from kda_jax.sampling import RowSamplers, row_samplers
 
+_MOVES = "read_pages", "write_pages", "write_state"
 Progress = Callable[[str, int, int], None]
 """Called before a program is compiled: its name, how many are done, and how many there are."""
 
@@ -72,7 +73,7 @@ class Programs:
         names = [("decode", size, 0) for size in self.batches]
         names += [("verify", size, width) for size in self.batches for width in self.widths]
         names += [("prefill", size, cuts) for size in self.chunks for cuts in (0, self.most_cuts)]
-        names += [(name, 0, 0) for name in ("snapshot", "restore", "zero", "read_pages", "write_pages")]
+        names += [(name, 0, 0) for name in ("snapshot", "restore", "zero", *_MOVES)]
         for done, name in enumerate(names):
             if progress is not None:
                 progress(" ".join(str(part) for part in name if part), done, len(names))
@@ -165,22 +166,38 @@ class Programs:
         to, position = self._snapshot_pages(pages, row.position), np.int32(row.position)
         return self._run(("snapshot", 0, 0), memory, np.int32(row.slot), self._table(row, 0), position, to)
 
-    def restore(self, memory: Memory, row: Row, pages: Sequence[int]) -> Memory:
-        """Writes a snapshot at `row.position` into the sequence's slot, and its rows of latents, if any, into the page
-        of `row.pages` that the position lies in. The whole pages before it are the caller's to name.
+    def restore(
+        self, memory: Memory, slot: int, position: int, pages: Sequence[int], last: int | None = None
+    ) -> Memory:
+        """Writes a snapshot at `position` into a sequence's slot, and its rows of latents, if any, into a page.
+
+        Args:
+            memory: the pools.
+            slot: the sequence's.
+            position: tokens before the snapshot.
+            pages: the snapshot's. Whole pages of latents before it are the caller's to name.
+            last: the sequence's page that `position` lies in; None where a page begins there.
 
         Raises:
             ValueError: another number of pages than the snapshot has, or no page for its rows.
         """
-        saved = self._snapshot_pages(pages, row.position)
-        last, inside = divmod(row.position, self.layout.page_rows)
-        table = self._table(row, 0)
-        page = np.int32(table[last] if inside else 0)
-        return self._run(("restore", 0, 0), memory, np.int32(row.slot), saved, page)
+        saved, inside = self._snapshot_pages(pages, position), position % self.layout.page_rows
+        if inside and not last:
+            raise ValueError(
+                f"a snapshot at {position} has {inside} rows of an unfinished page: give one for them"
+            )
+        page = last if inside and last else 0
+        return self._run(("restore", 0, 0), memory, np.int32(slot), saved, np.int32(page))
 
     def zero(self, memory: Memory, slot: int) -> Memory:
         """Makes a slot that of a sequence before its first token."""
         return self._run(("zero", 0, 0), memory, np.int32(slot))
+
+    def write_state(
+        self, memory: Memory, slot: int, recurrent: Sequence[np.ndarray], conv: Sequence[np.ndarray]
+    ) -> Memory:
+        """Writes the states of one sequence, [1, ...] a KDA layer as in `KDAState`, into a slot."""
+        return self._run(("write_state", 0, 0), memory, np.int32(slot), tuple(recurrent), tuple(conv))
 
     def read_pages(self, memory: Memory, pages: Sequence[int]) -> list[jax.Array]:
         """Copies of pages, in pieces of `moved_pages`: [moved_pages, planes, R, L]; the memory stays good. The last
@@ -231,6 +248,10 @@ class Programs:
             samplers = row_samplers([], [], 1)
             return step, (self.params, memory, tokens, one, one, table, one, at, many, samplers)
         moved = np.zeros((self.moved_pages,), np.int32)
+        one_slot = jax.tree.map(
+            lambda pool: jax.ShapeDtypeStruct((1, *pool.shape[1:]), pool.dtype),
+            (memory.recurrent, memory.conv),
+        )
         data = jax.ShapeDtypeStruct((len(moved), *snapshot.page_shape(memory)), self.layout.dtype)
         return {
             "snapshot": (steps.snapshot, (memory, one, table, one, pages)),
@@ -238,6 +259,7 @@ class Programs:
             "zero": (steps.zero, (memory, one)),
             "read_pages": (snapshot.get_pages, (memory, moved)),
             "write_pages": (snapshot.put_pages, (memory, moved, data)),
+            "write_state": (snapshot.put_slot, (memory, one, *one_slot)),
         }[kind]
 
     def _run(self, name: tuple[str, int, int], *args: Any) -> Any:

@@ -90,6 +90,7 @@ class Live:
         table: its pages of latents, in order.
         computed: tokens that its state has taken in.
         stops: boundaries that its prefill makes checkpoints at.
+        loaded: the boundary that it was loaded at, while the device tier does not hold that.
         saving: pages that its state is written to, while it is saved.
         pinned: key of the boundary that is pinned for it.
         tiers: set of those that it still trusts to load from.
@@ -107,6 +108,7 @@ class Live:
     table: list[int] = field(default_factory=list)
     computed: int = 0
     stops: tuple[Placed, ...] = ()
+    loaded: int | None = None
     saving: tuple[int, ...] = ()
     pinned: bytes | None = None
     tiers: int = ALL_TIERS

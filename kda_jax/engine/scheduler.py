@@ -16,7 +16,7 @@ from cache.holder import Holder
 from cache.placement import Placed
 from cache.retention.protocol import Creation, Kind
 from cache.tier import Tier
-from kda_jax.engine.admission import admit
+from kda_jax.engine.admission import Seconds, admit
 from kda_jax.engine.drafting import with_drafts
 from kda_jax.engine.holdings import Holdings
 from kda_jax.engine.lookup import Drafter
@@ -30,14 +30,23 @@ from kda_jax.engine.work import Chunk, Ended, Report, Results, Row, Sampled, Sna
 class Scheduler:
     """Requests, and the pages and slots that they run in."""
 
-    def __init__(self, holder: Holder, pages: Pages, slots: Slots, sizes: Sizes, creation: Creation) -> None:
+    def __init__(
+        self,
+        holder: Holder,
+        pages: Pages,
+        slots: Slots,
+        sizes: Sizes,
+        creation: Creation,
+        seconds: Seconds | None = None,
+    ) -> None:
         """
         Args:
             holder: of the store, whose device tier is the pool.
             pages: the pool's.
             slots: those of states.
             sizes: what it keeps to.
-            creation: which checkpoints are made.
+            creation: which checkpoints are made; may be set anew between steps.
+            seconds: what starting by a plan takes, to choose whether to load; None to load whatever is held.
 
         Raises:
             ValueError: if the decode batch leaves no room in the token budget, or store and pool do not fit.
@@ -48,6 +57,7 @@ class Scheduler:
                 f"pages of {holder.store.prompts.page} and {sizes.rows} rows must be the same"
             )
         self.pool, self.sizes, self.creation = Pool(holder, pages), sizes, creation
+        self._seconds = seconds
         self.holdings = Holdings(self.pool, slots, sizes)
         self.live = self.holdings.live
         self.in_flight: Work | None = None
@@ -91,6 +101,16 @@ class Scheduler:
         self._sweep()
         return True
 
+    def retire(self, id: int, now: float) -> None:
+        """Ends a request between steps, and what it has computed becomes a checkpoint, where there is room."""
+        live = self.live.get(id)
+        if live is None or live.outcome:
+            return
+        self._end(live, Outcome.CANCELLED)
+        if live.stage in (Stage.PREFILLING, Stage.DECODING):
+            self._save(live, now)
+        self._sweep()
+
     def step(self, now: float) -> Work:
         """The next step. While it is not `done` there is no other.
 
@@ -101,7 +121,7 @@ class Scheduler:
         self._expire(now)
         self._sweep()
         rows = self._rows(now)
-        zeros, restores, loads = admit(self.holdings, self.creation, now)
+        zeros, restores, loads = admit(self.holdings, self.creation, self._seconds, now)
         rows = [row for row in rows if self.live[row.id].stage is Stage.DECODING]  # others were preempted
         rows = with_drafts(self.holdings, rows)
         chunks = self._chunks(self.sizes.budget - sum(1 + len(row.drafts) for row in rows), now)
@@ -156,6 +176,22 @@ class Scheduler:
             self.holdings.back(live)
         else:
             live.stage = Stage.PREFILLING
+            held = self.pool.holds(live.request.namespace, live.tokens[: live.computed])
+            if Kind.MISSING in self.creation.kinds and not held:  # whoever comes next need not load it again
+                live.loaded = live.computed
+        self._sweep()
+
+    def memory_lost(self, now: float) -> None:
+        """All pages and slots have lost what was in them: who has a slot fails, and the device tier is empty. Between
+        steps, when nobody else has pinned anything."""
+        assert self.in_flight is None, "a step is in flight"
+        for live in self.live.values():
+            self.holdings.unpin(live)
+            if live.slot is not None:
+                self._end(live, Outcome.FAILED)
+            if live.stage is Stage.SAVING:  # there is nothing left to save
+                live.stage = Stage.DECODING
+        self.pool.clear(now)
         self._sweep()
 
     def report(self) -> Report:
@@ -211,6 +247,9 @@ class Scheduler:
             if len(stops) > self.sizes.snapshots:
                 stops = stops[: self.sizes.snapshots]
                 stop = stops[-1].boundary
+            if live.loaded is not None and len(stops) < self.sizes.snapshots:
+                stops.insert(0, Placed(live.loaded, Kind.MISSING))
+            live.loaded = None
             assert live.slot is not None
             snapshots = self._snapshots(live, stops, now)
             tokens, table = live.tokens[start:stop], tuple(live.table)
@@ -261,7 +300,11 @@ class Scheduler:
         if not sampled.last and live.generated < live.request.max_new_tokens:
             return
         self._end(live, Outcome.FINISHED)
-        wanted = Kind.GENERATION_END in self.creation.kinds
+        self._save(live, now)
+
+    def _save(self, live: Live, now: float) -> None:
+        """The state of who has ended is saved with the next step, where that is wanted and there is room."""
+        wanted = Kind.GENERATION_END in self.creation.kinds and live.computed
         if wanted and not self.pool.holds(live.request.namespace, live.tokens[: live.computed]):
             pages = self.holdings.state_pages(now)
             if pages:

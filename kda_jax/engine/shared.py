@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cache import KeyChain, Payload
-from cache.tiers import page_name, state_name
+from cache import Payload
+from cache.tiers import page_name
 from cache.tokens import Tokens, as_tokens
 from kda_jax.engine.checkpoint import cut, join
 from kda_jax.engine.object_storage import ObjectStorage
 from kda_jax.engine.pieces import Pieces
+from kda_jax.engine.prompt_keys import PromptKeys
 from kda_jax.model import Model
 from kda_jax.sharding import shard_state
 from kda_jax.state import ModelState
@@ -86,7 +87,7 @@ class Shared:
         Returns:
             The boundaries that are there now. The store may fail, or have no room: then fewer.
         """
-        keys, stored, after = _Keys(self._namespace, self._page, as_tokens(tokens)), [], resumed
+        keys, stored, after = PromptKeys(self._namespace, self._page, as_tokens(tokens)), [], resumed
         for boundary, state in sorted(states.items()):
             leaves, pages = cut(state, self._page, after=after, int8=self._int8)
             first = boundary // self._page - len(pages)
@@ -112,41 +113,31 @@ class Shared:
         tokens = as_tokens(tokens)
         if not len(tokens):
             raise ValueError("a prompt has at least one token")
-        keys = _Keys(self._namespace, self._page, tokens)
+        keys = PromptKeys(self._namespace, self._page, tokens)
         found = find(self._objects, keys.name, len(tokens) - 1, self._storage.timeout)
         for boundary in found.boundaries:
             with suppress(OSError, ValueError):  # gone, or no state that belongs here
-                pages = [self._storage.read(page_name(name)) for name in keys.pages[: boundary // self._page]]
-                state = self._read(keys.name(boundary), pages)
-                if int(np.asarray(state.position)[0]) == boundary:
+                names = [page_name(name) for name in keys.pages[: boundary // self._page]]
+                state = self._read(keys.name(boundary), names)
+                if state is not None and int(np.asarray(state.position)[0]) == boundary:
                     return Resumed(boundary, state, found)
         return Resumed(0, None, found)
 
-    def _read(self, name: str, pages: Sequence[Payload]) -> ModelState:
-        """Raises OSError or ValueError."""
+    def _read(self, name: str, page_names: Sequence[str]) -> ModelState | None:
+        """A state and its pages; None, an OSError or a ValueError if any of it is not there or does not belong here."""
         if self._pieces is None:
-            return join(self._storage.read(name), pages)
+            leaves, *rows = self._storage.read_all([name, *page_names])
+            return None if leaves is None else join(leaves, _there(rows))
+        rows = _there(self._storage.read_all(page_names))
         leaves = self._pieces.read(lambda wanted: self._storage.read(name, leaves=wanted))
-        return shard_state(join(leaves, pages), self._pieces.mesh)
+        return shard_state(join(leaves, rows), self._pieces.mesh)
+
+
+def _there(rows: Sequence[Payload | None]) -> list[Payload]:
+    return [page for page in rows if page is not None]
 
 
 def _pieces(model: Model, int8: bool) -> Pieces:
     if model.mesh is None:
         raise ValueError("the model is on no mesh: pass what kda_jax.shard returned, or leave it out")
     return Pieces(model.config, model.mesh, int8)
-
-
-class _Keys:
-    """The keys of one prompt."""
-
-    def __init__(self, namespace: bytes, page: int, tokens: Tokens) -> None:
-        self._start, self._tokens, self._page = KeyChain.start(namespace, page), tokens, page
-        self.pages = self._start.extend(tokens).added
-
-    def name(self, boundary: int) -> str:
-        """What the checkpoint behind the first `boundary` tokens is called."""
-        whole = boundary // self._page
-        chain = (
-            KeyChain.resume(self.pages[whole - 1], whole * self._page, self._page) if whole else self._start
-        )
-        return state_name(chain.extend(self._tokens[whole * self._page : boundary]).key)

@@ -84,7 +84,7 @@ class Chunk(NamedTuple):
         start: tokens that the state has taken in.
         tokens: the new ones.
         table: pages of its latents.
-        snapshots: states to copy on the way, shallow to deep.
+        snapshots: states to copy on the way, shallow to deep; one at `start`, before anything is computed.
         samples: whether it reaches the prompt's end, so that a token is sampled.
     """
 

@@ -1,0 +1,85 @@
+"""How long computing and loading take here, from what they took so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cache.plan import ResumePlan
+from cache.tier import Tier
+
+FADE = 0.95
+"""What a measurement still counts when the next one comes."""
+
+
+@dataclass(slots=True)
+class Line:
+    """Seconds of calls as a fixed part and a part that grows with their size, fitted to the last calls."""
+
+    count: float = 0.0
+    sizes: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+
+    def add(self, size: float, seconds: float) -> None:
+        """One more call."""
+        for name, value in (
+            ("count", 1.0),
+            ("sizes", size),
+            ("seconds", seconds),
+            ("squares", size * size),
+            ("products", size * seconds),
+        ):
+            setattr(self, name, FADE * getattr(self, name) + value)
+
+    def at(self, size: float) -> float:
+        """What a call of this size takes; 0 while nothing is known, so that it is tried."""
+        if not self.count:
+            return 0.0
+        spread = self.count * self.squares - self.sizes**2
+        slope = 0.0
+        if spread > 1e-9 * self.squares * self.count:
+            slope = max(0.0, (self.count * self.products - self.sizes * self.seconds) / spread)
+        fixed = (self.seconds - slope * self.sizes) / self.count
+        if fixed < 0:
+            return size * self.seconds / self.sizes
+        return fixed + slope * size
+
+
+@dataclass(slots=True)
+class Rates:
+    """What is measured: prefills by their tokens, loads of each tier by their bytes, searches in stores.
+
+    Attributes:
+        prefill: seconds of steps by the tokens of their prefills.
+        loads: seconds of loads by their bytes, for each tier.
+        search: seconds of searches; their size is 1.
+        state_nbytes, row_nbytes: bytes of a state, and of a token's latents.
+    """
+
+    state_nbytes: int = 0
+    row_nbytes: int = 0
+    prefill: Line = field(default_factory=Line)
+    loads: dict[Tier, Line] = field(default_factory=lambda: {tier: Line() for tier in Tier})
+    search: Line = field(default_factory=Line)
+
+    def seconds(self, plan: ResumePlan, num_tokens: int) -> float:
+        """What a request takes up to its first token, if it starts by this plan: all its tiers are read at once."""
+        nbytes: dict[Tier, int] = {}
+        for start, stop, tier in plan.rows:
+            nbytes[tier] = nbytes.get(tier, 0) + (stop - start) * self.row_nbytes
+        if plan.state is not None:
+            nbytes[plan.state] = nbytes.get(plan.state, 0) + self.state_nbytes
+        load = max(
+            (self.loads[tier].at(float(size)) for tier, size in nbytes.items() if tier is not Tier.DEVICE),
+            default=0.0,
+        )
+        return load + self.compute(num_tokens - plan.boundary)
+
+    def compute(self, tokens: int) -> float:
+        """Seconds to compute so many tokens of a prompt: at the pace of the last prefills."""
+        return tokens * self.prefill.seconds / self.prefill.sizes if self.prefill.sizes else 0.0
+
+    def worth_searching(self, tokens: int) -> bool:
+        """Whether a search that may save the computing of so many tokens is expected to pay."""
+        return tokens > 0 and (not self.prefill.count or self.search.at(1.0) < self.compute(tokens))

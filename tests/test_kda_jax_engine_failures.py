@@ -1,0 +1,132 @@
+"""What fails fails alone and says so; nothing hangs, and what was not touched goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from engine_site import assert_cold, conserved, engine, programs
+
+from cache.retention import Creation, Kind
+from kda_jax.engine import Closed, Outcome, Programs
+
+ENDS = Creation(kinds=frozenset({Kind.PROMPT_END, Kind.GENERATION_END}))
+PROMPT = [3] * 100
+
+
+class Rigged(Programs):
+    """Programs whose calls a test may spoil."""
+
+    def __init__(self) -> None:
+        self.__dict__.update(programs().__dict__)
+        self.spoil: Callable[..., None] = lambda name, *args: None
+        self.after: Callable[..., Any] = lambda name, out: out
+
+    def _run(self, name: tuple[str, int, int], *args: Any) -> Any:
+        self.spoil(name[0], *args)
+        return self.after(name[0], super()._run(name, *args))
+
+
+def fails_once(wanted: str, lose: bool = False) -> Callable[..., None]:
+    """The next call of a program fails, and takes the memory with it or not."""
+    left = [1]
+
+    def spoil(name: str, *args: Any) -> None:
+        if name == wanted and left:
+            left.clear()
+            for leaf in jax.tree.leaves(args[0]) if lose else ():
+                leaf.delete()
+            raise RuntimeError("out of luck")
+
+    return spoil
+
+
+def test_a_prefill_that_fails_fails_its_request_alone() -> None:
+    made = Rigged()
+    with engine(programs=made) as one:
+        other = one.submit([1, 2], max_new_tokens=100)
+        next(iter(other))
+        made.spoil = fails_once("prefill")
+        failed = one.generate([PROMPT], max_new_tokens=4)[0]
+        assert failed.outcome is Outcome.FAILED and failed.reason == "failed"
+        assert failed.error == "RuntimeError: out of luck"
+        assert len(other.result(60.0).tokens) == 100 and not assert_cold([1, 2], other.tokens(), 100)
+        assert not assert_cold(PROMPT, one.generate([PROMPT], max_new_tokens=4)[0].tokens, 4)
+    conserved(one)
+
+
+def test_a_decode_that_fails_fails_the_batch_and_no_more() -> None:
+    made = Rigged()
+    with engine(programs=made) as one:
+        batch = [one.submit([at], max_new_tokens=400) for at in range(4)]
+        waiting = one.submit(PROMPT, max_new_tokens=4)
+        for stream in batch:
+            next(iter(stream))
+        made.spoil = fails_once("decode")
+        assert {stream.result(60.0).error for stream in batch} == {"RuntimeError: out of luck"}
+        assert not assert_cold(PROMPT, waiting.result(60.0).tokens, 4)
+        assert one.statistics().memory_lost == 0
+    conserved(one)
+
+
+@pytest.mark.parametrize("where", ["decode", "prefill", "zero", "read back"])
+def test_memory_that_is_lost_is_made_anew(where: str) -> None:
+    """Who runs fails, what was cached on the device is gone, and who waits is served."""
+    made = Rigged()
+    with engine(programs=made, slots=4, creation=ENDS) as one:
+        one.generate([PROMPT], max_new_tokens=1)
+        assert one.explain(PROMPT).boundary == 64
+        running = [one.submit([at], max_new_tokens=400) for at in range(3)]
+        for stream in running:
+            next(iter(stream))
+        if where == "read back":
+
+            def after(name: str, out: Any) -> Any:
+                if name == "decode":
+                    made.after = lambda name, out: out
+                    out[1].delete()
+                return out
+
+            made.after = after
+        else:
+            made.spoil = fails_once(where, lose=True)
+        late = one.submit([7] * 90, max_new_tokens=2)
+        for stream in running:
+            finished = stream.result(60.0)
+            assert finished.outcome is Outcome.FAILED and "memory was lost" in str(finished.error)
+        late.result(60.0)
+        again = one.generate([PROMPT], max_new_tokens=4)[0]
+        assert not assert_cold(PROMPT, again.tokens, 4)
+        assert one.statistics().memory_lost == 1
+    conserved(one)
+
+
+def test_a_snapshot_that_fails_costs_a_checkpoint() -> None:
+    made = Rigged()
+    made.spoil = fails_once("snapshot")
+    with engine(programs=made, creation=ENDS) as one:
+        first = one.generate([PROMPT], max_new_tokens=4)[0]
+        assert first.outcome is Outcome.FINISHED
+        assert one.explain([*PROMPT, *first.tokens]).boundary == 64
+    conserved(one)
+
+
+def test_an_engine_that_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    one = engine()
+    running = one.submit([1], max_new_tokens=400)
+    next(iter(running))
+
+    def broken(now: float) -> Any:
+        raise KeyError("a bug")
+
+    one._loop.scheduler.step = broken
+    finished = running.result(60.0)
+    assert finished.outcome is Outcome.FAILED and "a bug" in str(finished.error)
+    with pytest.raises(Closed, match="a bug"):
+        one.submit([1], max_new_tokens=1)
+    assert one.statistics().ended["failed"] == 1
+    assert not one.drain(0.0) or running.result(0.0)
+    one.close()
+    assert "the engine failed" in caplog.text
