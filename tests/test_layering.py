@@ -26,7 +26,8 @@ PURE = {
 INNOCENT = {"__future__", "collections", "dataclasses", "enum", "typing", "weakref", "numpy", "cache"}
 LEVELS = {
     **{"config": 0, "state": 1, "sharding": 2, "layers": 3, "model": 4, "forward": 5, "weights": 5},
-    **{"tokenizer": 5, "sampling": 5, "generate": 6, "engine": 7, "": 8, "commands": 9, "__main__": 10},
+    **{"tokenizer": 5, "sampling": 5, "generate": 6, "engine": 7, "": 8, "server": 9, "commands": 10},
+    **{"__main__": 11},
 }
 
 

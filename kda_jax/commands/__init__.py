@@ -1,4 +1,4 @@
-"""The command line: demo, generate, info, compile, convert, bench. Each command imports what it needs when it runs."""
+"""The command line: each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from kda_jax.commands.compile import compile_programs
 from kda_jax.commands.convert import convert
 from kda_jax.commands.demo import demo, demo_resume
 from kda_jax.commands.errors import USERS, one_line
+from kda_jax.commands.explain import explain
 from kda_jax.commands.generate import generate
 from kda_jax.commands.info import info
+from kda_jax.commands.serve import serve
 
 TRACEBACK = "--traceback"
 app = typer.Typer(
@@ -23,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, info, convert):
+for command in (demo, generate, serve, explain, info, convert):
     app.command()(command)
 app.command("compile")(compile_programs)
 app.add_typer(bench, name="bench")
