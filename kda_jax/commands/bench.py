@@ -1,4 +1,4 @@
-"""`bench ops`, `bench model`, `bench cache` and `bench transfer`: the benchmarks beside the package in a checkout."""
+"""`bench ops`, `model`, `cache`, `transfer` and `serve`: the benchmarks beside the package in a checkout."""
 
 from __future__ import annotations
 
@@ -77,3 +77,21 @@ def cache(
 def transfer(json: Json = None, quick: Quick = False) -> None:
     """Move checkpoints through every store, beside plain copies and Mooncake's own calls."""
     _run("transfer", json, quick=quick)
+
+
+@bench.command()
+def serve(
+    json: Json = None,
+    model: Annotated[Path | None, typer.Option(help="What is served (the example's model).")] = None,
+    trace: Annotated[
+        str, typer.Option(help="A file in Mooncake's format, or: conversation, synthetic, agent.")
+    ] = "agent",
+    requests: Annotated[int, typer.Option(min=1, help="From the trace's beginning.")] = 120,
+    divide: Annotated[int, typer.Option(min=1, help="So many times fewer tokens; divides 512.")] = 32,
+    at_once: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 4,
+    plot: Annotated[Path | None, typer.Option(help="Draw here (beside --json).", dir_okay=False)] = None,
+    quick: Quick = False,
+) -> None:
+    """Serve a trace with one server and two: no cache, one each, one that they share."""
+    sizes = {"requests": requests, "divide": divide, "at_once": at_once}
+    _run("serve", json, model=model, trace=trace, plot=plot, quick=quick, **sizes)
