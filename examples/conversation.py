@@ -2,9 +2,9 @@
 
     python examples/conversation.py
 
-Each turn's prompt is everything so far and a few lines more. The engine keeps a checkpoint at the end of each prompt and
-of everything it generates, so that a turn computes its new lines alone. At the end one turn is edited, and another
-second half is told: it goes on from the last checkpoint before the edit.
+Each turn's prompt is everything so far and a few lines more. The engine keeps a checkpoint at the end of each prompt
+and of what it generates, so that a turn computes its new lines alone. At the end one turn is edited, and another second
+half is told: it goes on from the last checkpoint before the edit.
 """
 
 from __future__ import annotations
