@@ -23,11 +23,13 @@ class Request(NamedTuple):
         seconds: when it came.
         num_tokens: length of its prompt.
         blocks: ids of its whole blocks; two prompts with one id share everything up to the end of that block.
+        output_tokens: what was generated behind it; 0 where the trace does not say.
     """
 
     seconds: float
     num_tokens: int
     blocks: tuple[int, ...]
+    output_tokens: int = 0
 
     def tokens(self) -> NDArray[np.int32]:
         """Token ids that are equal where the trace says that prompts are, `[num_tokens]`."""
@@ -53,7 +55,8 @@ def parse(lines: Iterable[str], path: Path) -> Iterator[Request]:
         try:
             row = json.loads(line)
             length, ids = int(row["input_length"]), row["hash_ids"]
-            request = Request(row["timestamp"] / 1000, length, tuple(map(int, ids[: length // BLOCK])))
+            blocks = tuple(map(int, ids[: length // BLOCK]))
+            request = Request(row["timestamp"] / 1000, length, blocks, int(row.get("output_length", 0)))
             if length < 1 or len(request.blocks) < length // BLOCK:
                 raise ValueError(f"{length} tokens and {len(ids)} blocks")
         except (KeyError, TypeError, ValueError) as error:

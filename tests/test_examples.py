@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import conversation
+import explain
 import jax
 import jax.numpy as jnp
+import jitted
 import numpy as np
 import optax
 import pytest
@@ -18,6 +21,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+import kda_jax
 import linen_bridge
 import recall
 import train_tiny
@@ -207,3 +211,21 @@ def test_a_plan_of_minutes_counts_every_phase(monkeypatch: pytest.MonkeyPatch) -
     plan = train_tiny._plan(None, 60.0, 0, ())
     seconds = sum(phase.steps * (index + 1.0) for index, phase in enumerate(plan.phases))
     assert len(plan.phases) > 1 and abs(seconds - 3600.0) < 10.0
+
+
+def test_jitted_functions_write_what_generate_writes() -> None:
+    model, tokenizer = kda_jax.load(jitted.MODEL, dtype="float32"), kda_jax.load_tokenizer(jitted.MODEL)
+    for opening, text in jitted.run(count=8):
+        prompt = tokenizer.encode(jitted.PROMPT + opening)
+        assert text == kda_jax.generate(model, prompt, max_new_tokens=8, tokenizer=tokenizer).text
+
+
+def test_a_turn_of_a_conversation_computes_its_new_lines_alone() -> None:
+    turns = conversation.run(count=6)
+    assert [turn.cached for turn in turns[:3]] == [0, *(turn.prompt + 6 - 1 for turn in turns[:2])]
+    assert turns[3].cached == turns[2].cached
+
+
+def test_prompts_are_explained() -> None:
+    more, half, other = explain.run().values()
+    assert more.boundary == len(explain.READ) and half.boundary < half.tokens - 1 and other.boundary == 0

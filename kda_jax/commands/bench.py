@@ -1,4 +1,4 @@
-"""`bench ops`, `model`, `cache`, `transfer` and `import`: the benchmarks beside the package in a checkout."""
+"""`bench ops`, `model`, `cache`, `transfer`, `serve` and `import`: the benchmarks beside the package in a checkout."""
 
 from __future__ import annotations
 
@@ -88,3 +88,21 @@ def import_(
 ) -> None:
     """Load a random checkpoint in Kimi K3's layout: peak of memory, and time beside a plain read."""
     _run("importing", json, gb=gb, shards=shards, quick=quick)
+
+
+@bench.command()
+def serve(
+    json: Json = None,
+    model: Annotated[Path | None, typer.Option(help="What is served (the example's model).")] = None,
+    trace: Annotated[
+        str, typer.Option(help="A file in Mooncake's format, or: conversation, synthetic, agent.")
+    ] = "agent",
+    requests: Annotated[int, typer.Option(min=1, help="From the trace's beginning.")] = 120,
+    divide: Annotated[int, typer.Option(min=1, help="So many times fewer tokens; divides 512.")] = 32,
+    at_once: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 4,
+    plot: Annotated[Path | None, typer.Option(help="Draw here (beside --json).", dir_okay=False)] = None,
+    quick: Quick = False,
+) -> None:
+    """Serve a trace with one server and two: no cache, one each, one that they share."""
+    sizes = {"requests": requests, "divide": divide, "at_once": at_once}
+    _run("serve", json, model=model, trace=trace, plot=plot, quick=quick, **sizes)
