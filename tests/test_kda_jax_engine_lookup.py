@@ -11,7 +11,7 @@ import pytest
 from kda_jax.engine.lookup import Lookup
 
 SHORTEST, LONGEST, PLACES = 2, 8, 5
-SIZES: dict[str, int] = dict(shortest=SHORTEST, longest=LONGEST, places=PLACES)
+SIZES: dict[str, Any] = dict(shortest=SHORTEST, longest=LONGEST, places=PLACES)
 
 
 def naive(text: list[int], most: int, stop_tokens: frozenset[int] = frozenset()) -> tuple[int, ...]:

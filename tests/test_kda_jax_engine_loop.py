@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
