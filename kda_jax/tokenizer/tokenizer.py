@@ -81,6 +81,10 @@ class Tokenizer:
         Raises:
             ValueError: if an id is negative.
         """
+        return self.decode_bytes(ids, skip_special=skip_special).decode(errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
+        """`decode` before its bytes become characters."""
         parts: list[bytes] = []
         run: list[int] = []
         for i in map(int, ids):
@@ -94,7 +98,7 @@ class Tokenizer:
             if not skip_special or i in self._shown:
                 parts.append(self._name_of[i].encode())
         parts.append(self._codec.decode(run))
-        return b"".join(parts).decode(errors="replace")
+        return b"".join(parts)
 
     def apply_chat_template(
         self,
