@@ -233,9 +233,10 @@ class Engine:
         """The engine in numbers, as of the end of a step."""
         return self._owner.ask(self._loop.statistics)
 
-    def tree(self, most: int = 500) -> list[TreeNode]:
-        """The first nodes of the prefix tree, of every namespace, shallow to deep."""
-        return self._owner.ask(lambda: tree(self._holder.store, most, time.monotonic()))
+    def tree(self, most: int = 500, *, tenant: str | None = None) -> list[TreeNode]:
+        """The first nodes of the prefix tree, shallow to deep: a tenant's, or with None those of every namespace."""
+        namespace = None if tenant is None else _digest(self._namespace, tenant)
+        return self._owner.ask(lambda: tree(self._holder.store, most, time.monotonic(), namespace))
 
     def drain(self, timeout: float) -> bool:
         """Takes no more requests and waits for those there are; what has not ended by then is cancelled, and what was

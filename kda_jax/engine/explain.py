@@ -144,9 +144,10 @@ def explain(
     )
 
 
-def tree(store: Store, most: int, now: float) -> list[TreeNode]:
-    """The first nodes of every namespace's tree, shallow to deep."""
-    walks = [_walk(store, namespace, now) for namespace in sorted(store.prompts.indexes)]
+def tree(store: Store, most: int, now: float, namespace: bytes | None = None) -> list[TreeNode]:
+    """The first nodes of a namespace's tree, of every namespace's without one, shallow to deep."""
+    names = sorted(store.prompts.indexes) if namespace is None else [namespace]
+    walks = [_walk(store, name, now) for name in names if name in store.prompts.indexes]
     found: list[TreeNode] = []
     while walks and len(found) < most:  # a node of each in turn, so that none hides the others
         for walk in list(walks):
