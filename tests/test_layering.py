@@ -26,7 +26,7 @@ PURE = {
 INNOCENT = {"__future__", "collections", "dataclasses", "enum", "typing", "weakref", "numpy", "cache"}
 LEVELS = {
     **{"config": 0, "state": 1, "layers": 2, "model": 3, "forward": 4, "weights": 4, "tokenizer": 4},
-    **{"sampling": 4, "generate": 5, "engine": 6, "": 7, "commands": 8, "__main__": 9},
+    **{"sampling": 4, "generate": 5, "engine": 6, "": 7, "server": 8, "commands": 9, "__main__": 10},
 }
 
 

@@ -1,0 +1,34 @@
+"""What a server asks of the engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from kda_jax.engine import Explanation, Statistics, Stream, TreeNode
+from kda_jax.sampling import Sampler
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """The calls of `kda_jax.engine.Engine` that a server makes, which a test may answer in its place."""
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampler: Sampler = ...,
+        seed: int = ...,
+        timeout: float | None = ...,
+        tenant: str = ...,
+        logprobs: int = ...,
+    ) -> Stream: ...
+
+    def explain(self, tokens: Sequence[int], *, tenant: str = ...) -> Explanation: ...
+
+    def statistics(self) -> Statistics: ...
+
+    def tree(self, most: int = ..., *, tenant: str | None = ...) -> list[TreeNode]: ...
+
+    def drain(self, timeout: float) -> bool: ...

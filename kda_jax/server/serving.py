@@ -1,0 +1,114 @@
+"""What a server has: the engine, the model's tokenizer and sizes, its limits, keys and books."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kda_jax.engine import Closed, Overloaded, Refused, Stream
+from kda_jax.sampling import make_sampler
+from kda_jax.server.backend import Backend
+from kda_jax.server.errors import ApiError
+from kda_jax.server.history import History
+from kda_jax.server.keys import Keys, Tenant
+from kda_jax.server.limits import Limits
+from kda_jax.server.live import Live, too_many
+from kda_jax.server.metrics import Metrics
+from kda_jax.server.requests import Asked
+from kda_jax.tokenizer import Tokenizer
+
+
+class Serving:
+    """One model on one engine.
+
+    Attributes:
+        engine: behind it.
+        tokenizer: of the model.
+        name: as requests call the model.
+        vocab_size: token ids are below it.
+        context: most tokens of a prompt and its continuation.
+        fingerprint: changes when the weights do.
+        limits, keys: what it takes, and from whom.
+        draining: whether it takes no more requests.
+        live, history, metrics: what happens.
+        begun: seconds since 1970 when it was made.
+    """
+
+    def __init__(
+        self,
+        engine: Backend,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        vocab_size: int,
+        context: int,
+        fingerprint: str = "",
+        limits: Limits | None = None,
+        keys: Keys | None = None,
+    ) -> None:
+        self.engine, self.tokenizer, self.name = engine, tokenizer, name
+        self.vocab_size, self.context, self.fingerprint = vocab_size, context, fingerprint
+        self.limits, self.keys = limits or Limits(), keys or Keys()
+        self.draining = False
+        self.live = Live(self.limits.requests, self.limits.retry_s)
+        self.history = History()
+        self.metrics = Metrics(engine, self.live)
+        self.begun = int(time.time())
+
+    def check_open(self) -> None:
+        """Raises:
+        ApiError: 503 while draining.
+        """
+        if self.draining:
+            raise self.closing()
+
+    def check_model(self, name: str) -> None:
+        """Raises:
+        ApiError: 404 for a model that is not the one that is served.
+        """
+        if name != self.name:
+            message = f"no model {name!r} here; this server has {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def closing(self) -> ApiError:
+        """What a request is told that the server does not take or finish any more."""
+        return ApiError(503, "the server is shutting down", code="draining", retry_s=self.limits.retry_s)
+
+    def submit(self, tokens: Sequence[int], asked: Asked, tenant: Tenant, seed: int, room: int) -> Stream:
+        """Hands one continuation to the engine.
+
+        Args:
+            tokens: the prompt.
+            asked: how to go on.
+            tenant: who asks.
+            seed: of the random numbers.
+            room: most tokens to generate.
+
+        Raises:
+            ApiError: 400 for what does not fit, 429 if too much waits, 503 if the engine is closed.
+        """
+        given: dict[str, Any] = {"temperature": 1.0 if asked.temperature is None else asked.temperature}
+        given |= {"top_k": asked.top_k, "top_p": asked.top_p, "min_p": asked.min_p}
+        top = asked.top_logprobs_asked
+        try:
+            return self.engine.submit(
+                tokens,
+                max_new_tokens=room,
+                sampler=make_sampler(**given),
+                seed=seed & 0xFFFFFFFF,
+                timeout=self.limits.request_s,
+                tenant=tenant.salt,
+                logprobs=0 if top is None else max(1, top),
+            )
+        except Refused as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from None
+        except Overloaded:
+            raise too_many("too many tokens wait already", self.limits.retry_s) from None
+        except Closed:
+            raise self.closing() from None
+
+    def name_of(self, prefix: str) -> str:
+        """A new name for a response."""
+        return f"{prefix}-{secrets.token_hex(12)}"
