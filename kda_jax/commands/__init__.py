@@ -1,4 +1,4 @@
-"""The command line: demo, generate, info, convert, bench. Each command imports what it needs when it runs."""
+"""The command line: demo, generate, serve, explain, info, convert, bench. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from kda_jax.commands.bench import bench
 from kda_jax.commands.convert import convert
 from kda_jax.commands.demo import demo, demo_resume
 from kda_jax.commands.errors import USERS, one_line
+from kda_jax.commands.explain import explain
 from kda_jax.commands.generate import generate
 from kda_jax.commands.info import info
+from kda_jax.commands.serve import serve
 
 TRACEBACK = "--traceback"
 app = typer.Typer(
@@ -22,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, generate, info, convert):
+for command in (demo, generate, serve, explain, info, convert):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.command(hidden=True)(demo_resume)
