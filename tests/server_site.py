@@ -80,12 +80,19 @@ def running(
     *,
     limits: Limits | None = None,
     keys: Keys | None = None,
-    bos: bool = False,
+    tokenizer: Tokenizer | None = None,
+    vocab_size: int = 260,
     context: int = 2000,
 ) -> Iterator[Site]:
     """A server of an engine, stopped at the end."""
     serving = Serving(
-        engine, byte_tokenizer(bos), name="tiny", vocab_size=260, context=context, limits=limits, keys=keys
+        engine,
+        tokenizer or byte_tokenizer(),
+        name="tiny",
+        vocab_size=vocab_size,
+        context=context,
+        limits=limits,
+        keys=keys,
     )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = Server(serving)

@@ -10,7 +10,7 @@ import pytest
 
 from kda_jax.server import Limits
 from server_engine import HALF_NAT, EchoEngine
-from server_site import Site, running, soon
+from server_site import Site, byte_tokenizer, running, soon
 
 CHAT: list = [{"role": "user", "content": "ab"}]
 
@@ -204,7 +204,7 @@ def test_models(site: Site) -> None:
 
 
 def test_a_text_is_opened_by_the_models_token(engine: EchoEngine) -> None:
-    with running(engine, bos=True) as site:
+    with running(engine, tokenizer=byte_tokenizer(bos=True)) as site:
         site.client().completions.create(model="tiny", prompt=["", "a"], max_tokens=1)
         assert [given["tokens"] for given in engine.submitted[-2:]] == [[256], [256, 97]]
         site.client().completions.create(model="tiny", prompt=[5], max_tokens=1)

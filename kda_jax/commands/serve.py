@@ -60,7 +60,7 @@ def serve(
     """Serve a model: OpenAI's API, and a page that says why a prompt was no hit."""
     check_installed()
     import kda_jax
-    from kda_jax.server import Keys, Limits, Serving, read_keys, run
+    from kda_jax.server import Keys, Limits, Serving, bind, read_keys, run
 
     if not model.exists():
         raise CommandError(f"no such path: {model}; give a folder with config.json and model.safetensors")
@@ -73,6 +73,7 @@ def serve(
     sizes |= {"lookup": lookup} if lookup else {}
     sizes |= {"host_nbytes": int(host_gb * GB)} if host_gb else {}
     with ExitStack() as closing:
+        bound = closing.enter_context(bind(host, port))
         if store is not None:
             sizes["remote"] = closing.enter_context(open_store(store))
         if disk is not None:
@@ -97,7 +98,7 @@ def serve(
         )
         if taken.open:
             _say(f"no --keys: whoever reaches {host} is let in, and all share one cache")
-        if not run(serving, host, port, lambda url: print(f"serving {serving.name} on {url}", flush=True)):
+        if not run(serving, bound, lambda url: print(f"serving {serving.name} on {url}", flush=True)):
             _say("stopped before every request had finished; what was computed for them is checkpointed")
 
 

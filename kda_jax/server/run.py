@@ -12,34 +12,49 @@ import uvicorn
 from kda_jax.server.app import application
 from kda_jax.server.serving import Serving
 
+_BACKLOG = 2048
 _CLOSE_S = 5  # for connections to be closed, once the engine has ended its requests
 
 
-def run(serving: Serving, host: str, port: int, listening: Callable[[str], None] = print) -> bool:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, which takes no connection before `run`; port 0 takes a free one.
+
+    Raises:
+        OSError: if one cannot listen there.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return bound
+
+
+def run(serving: Serving, bound: socket.socket, listening: Callable[[str], None] = print) -> bool:
     """Serves until SIGTERM or SIGINT. Then nothing new is taken, and what runs has `Limits.drain_s` to finish; a second
     signal does not wait for that.
 
     Args:
         serving: what to serve.
-        host, port: where to listen; port 0 takes a free one.
-        listening: is told the address once connections are taken.
+        bound: where to listen; it is closed at the end.
+        listening: is told the address when connections are about to be taken.
 
     Returns:
         Whether all requests finished.
-
-    Raises:
-        OSError: if one cannot listen there.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    with listener:
+    with bound:
         server = Server(serving)
-        bound = listener.getsockname()[1]
-        listening(f"http://{f'[{host}]' if ':' in host else host}:{bound}")
-        server.run(sockets=[listener])
+        host, port = bound.getsockname()[:2]
+        bound.listen(_BACKLOG)
+        listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        server.run(sockets=[bound])
     return server.all_finished
 
 
@@ -57,6 +72,7 @@ class Server(uvicorn.Server):
                 http="h11",
                 ws="none",
                 lifespan="off",
+                log_config=None,  # whoever runs it has said where logs go
                 log_level="warning",
                 access_log=False,
                 server_header=False,
