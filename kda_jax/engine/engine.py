@@ -229,6 +229,11 @@ class Engine:
 
         return self._owner.ask(explained)
 
+    @property
+    def closed(self) -> str | None:
+        """Why it takes no more requests; None while it does."""
+        return self._closed
+
     def statistics(self) -> Statistics:
         """The engine in numbers, as of the end of a step."""
         return self._owner.ask(self._loop.statistics)
