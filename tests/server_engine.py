@@ -38,6 +38,7 @@ class EchoEngine:
         hold: while it is clear, requests get one token and wait.
         error: raised by `submit`, if there is one.
         fails: whether requests fail after one token.
+        closed: why nothing is taken any more.
         submitted: what `submit` was given.
         cancelled: ids of requests that were cancelled before their end.
     """
@@ -50,7 +51,7 @@ class EchoEngine:
         self.cancelled: list[int] = []
         self.live: dict[int, threading.Event] = {}
         self._ids, self._seen = itertools.count(), Counter()
-        self._closed = False
+        self.closed: str | None = None
 
     def submit(
         self,
@@ -63,8 +64,8 @@ class EchoEngine:
         tenant: str = "",
         logprobs: int = 0,
     ) -> Stream:
-        if self._closed:
-            raise Closed("closed")
+        if self.closed:
+            raise Closed(self.closed)
         if self.error is not None:
             raise self.error
         given = {"tokens": list(tokens), "max_new_tokens": max_new_tokens, "sampler": sampler, "seed": seed}
@@ -121,7 +122,7 @@ class EchoEngine:
         stream.end(Finished(outcome, reason, tuple(made), usage, error, TIMES))
 
     def drain(self, timeout: float) -> bool:
-        self._closed = True
+        self.closed = "about to close"
         running = list(self.live.values())
         finished = self.hold.wait(timeout)
         if not finished:
@@ -161,7 +162,7 @@ class EchoEngine:
             memory_lost=0,
             written={"disk": 14},
             unwritten={"disk": 15},
-            stores={"remote": {"failed": 16, "breaker": "open"}},
+            stores={"remote": {"get failed": 16, "retries": 17, "breaker": "open"}},
         )
 
     def tree(self, most: int = 500, *, tenant: str | None = None) -> list[TreeNode]:
@@ -179,4 +180,5 @@ REFUSALS = {
     "overloaded": Overloaded("full"),
     "refused": Refused("12 pages are more than 10"),
     "closed": Closed("no"),
+    "invalid": ValueError("no such number"),
 }

@@ -107,6 +107,7 @@ def test_serve(byte_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         "slots": 8,
         "nbytes": 2**30,
         "budget": 512,
+        "queued": 1_000_000,
     }
     out, err = capsys.readouterr()
     assert out.startswith("serving bytes on http://127.0.0.1:")
@@ -119,7 +120,7 @@ def test_serves_options(
     (tmp_path / "keys.toml").write_text(KEYS)
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
     serve, found = Run(monkeypatch), []
-    line = f"--name m --keys {tmp_path}/keys.toml --store disk:{tmp_path}/far --disk {tmp_path}/near --disk-gb 0.5"
+    line = f"--name m --keys {tmp_path}/keys.toml --store disk:{tmp_path}/near --queued 500"
     line += " --host-gb 0.25 --memory-gb 0.125 --slots 3 --max-tokens 100 --budget 64 --lookup 4 --timeout 7"
     line += f" --chat-template {tmp_path}/chat.jinja"
 
@@ -133,10 +134,9 @@ def test_serves_options(
     assert serve.engine.submitted[0]["tokens"] == [*b"ab!"]
     assert serve.engine.submitted[0]["tenant"] == "salt-of-alice-0123"
     assert serve.engine.submitted[0]["timeout"] == 7.0
-    far, near = serve.given.pop("remote"), serve.given.pop("disk")
-    assert far is not near and (tmp_path / "far").is_dir() and (tmp_path / "near").is_dir()
-    sizes = {"max_tokens": 100, "slots": 3, "nbytes": 2**27, "budget": 64, "lookup": 4}
-    sizes |= {"host_nbytes": 2**28, "disk_nbytes": 2**29}
+    assert serve.given.pop("disk") is not None and (tmp_path / "near").is_dir()
+    sizes = {"max_tokens": 100, "slots": 3, "nbytes": 2**27, "budget": 64, "queued": 500, "lookup": 4}
+    sizes |= {"host_nbytes": 2**28}
     assert serve.given == {"folder": byte_model, **sizes}
     assert capsys.readouterr().err == ""
 
@@ -185,6 +185,10 @@ MISTAKES = [
     ("serve MODEL --keys nowhere.toml", "nowhere.toml"),
     ("serve MODEL --keys TMP/keys.toml", "names no tenant"),
     ("serve MODEL --store tape:x", "'tape:x' names no store"),
+    (
+        "serve MODEL --store disk:TMP/a --store disk:TMP/b",
+        "give at most one disk:FOLDER or mooncake:HOST:PORT",
+    ),
     ("serve MODEL --chat-template nowhere.jinja", "nowhere.jinja"),
     ("serve MODEL --port BUSY", "cannot listen on 127.0.0.1"),
     ("explain", "give one prompt"),

@@ -169,7 +169,8 @@ def test_a_body_that_does_not_come() -> None:
     [
         ("overloaded", 429, "overloaded"),
         ("refused", 400, "context_length_exceeded"),
-        ("closed", 503, "draining"),
+        ("closed", 503, "closed"),
+        ("invalid", 400, None),
     ],
 )
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
@@ -275,6 +276,16 @@ def test_draining_ends_what_does_not_finish() -> None:
         other.join()
         assert whole[0].status == 503
     assert not site.server.all_finished
+
+
+def test_an_engine_that_failed_is_no_healthy_server() -> None:
+    engine = EchoEngine()
+    with running(engine) as site:
+        assert site.ask("GET", "/health").json == {"status": "ok"}
+        engine.closed = "the engine failed: out of memory"
+        for method, path, body in (("GET", "/health", None), ("POST", TEXT, text())):
+            answer = site.ask(method, path, body)
+            assert answer.status == 503 and answer.json["error"]["message"] == engine.closed
 
 
 def test_limits_are_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import kda_jax.server
 from kda_jax.server import Keys, Tenant, read_keys
 from server_engine import EchoEngine
 from server_site import Site, running, soon
@@ -54,6 +56,14 @@ def test_a_keys_file(tmp_path: Path) -> None:
     assert found.tenant(f"bearer  {OPERATOR}") == Tenant("ops", "salt-of-ops-012345", True)
     for wrong in ("", "Bearer", f"Basic {BOB}", f"Bearer {BOB}x", BOB, "Bearer \udce9"):
         assert found.tenant(wrong) is None
+
+
+def test_the_readmes_keys_file_is_one(tmp_path: Path) -> None:
+    readme = Path(kda_jax.server.__file__).with_name("README.md").read_text(encoding="utf-8")
+    block = re.search(r"```toml\n(.*?)```", readme, re.DOTALL)
+    assert block is not None
+    tenants = [keys(tmp_path, block[1]).named(name) for name in ("alice", "ops")]
+    assert [tenant and tenant.operator for tenant in tenants] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +178,12 @@ def test_metrics_are_an_operators(site: Site) -> None:
     assert samples["kda_tier_budget_bytes", ("tier", "device")] == 7000
     assert samples["kda_checkpoints_evicted_total",] == 12
     assert samples["kda_checkpoints_unwritten_total", ("tier", "disk")] == 15
-    assert samples["kda_store_calls_total", ("outcome", "failed"), ("tier", "remote")] == 16
+    failed, retries = (
+        [("operation", "get"), ("outcome", "failed")],
+        [("operation", ""), ("outcome", "retries")],
+    )
+    assert samples["kda_store_objects_total", *failed, ("tier", "remote")] == 16
+    assert samples["kda_store_objects_total", *retries, ("tier", "remote")] == 17
     assert samples["kda_store_state", ("state", "open"), ("tier", "remote"), ("what", "breaker")] == 1
     assert samples["kda_step_seconds_sum",] == 1.0
 

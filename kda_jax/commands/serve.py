@@ -33,9 +33,9 @@ def serve(
     keys: Annotated[
         Path | None, typer.Option(help="A TOML file of API keys; without it all are let in.")
     ] = None,
-    store: Annotated[str | None, typer.Option(help=f"Checkpoints shared with other servers: {SPEC}.")] = None,
-    disk: Annotated[Path | None, typer.Option(help="A folder for this server's own checkpoints.")] = None,
-    disk_gb: Annotated[float, typer.Option(min=0.001, help="Room there.")] = 8.0,
+    store: Annotated[
+        list[str] | None, typer.Option(help=f"Where checkpoints outlive the process: {SPEC}, or one of each.")
+    ] = None,
     host_gb: Annotated[float, typer.Option(min=0.0, help="Host memory for checkpoints.")] = 0.0,
     memory_gb: Annotated[
         float, typer.Option(min=0.001, help="Device memory for latents and checkpoints.")
@@ -45,6 +45,9 @@ def serve(
         int, typer.Option(min=2, help="Most tokens of a request, prompt and generated.")
     ] = MOST_TOKENS,
     budget: Annotated[int, typer.Option(min=64, help="Most tokens that a step computes.")] = 512,
+    queued: Annotated[
+        int, typer.Option(min=1, help="Most prompt tokens that wait; more get 429.")
+    ] = 1_000_000,
     lookup: Annotated[int, typer.Option(min=0, help="Tokens to draft from the prompt; 0 for none.")] = 0,
     timeout: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds after which a request is given up.")
@@ -69,18 +72,21 @@ def serve(
     tokenizer = kda_jax.load_tokenizer(model)
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-    sizes: dict[str, Any] = {"slots": slots, "nbytes": int(memory_gb * GB), "budget": budget}
+    sizes: dict[str, Any] = {
+        "slots": slots,
+        "nbytes": int(memory_gb * GB),
+        "budget": budget,
+        "queued": queued,
+    }
     sizes |= {"lookup": lookup} if lookup else {}
     sizes |= {"host_nbytes": int(host_gb * GB)} if host_gb else {}
     with ExitStack() as closing:
         bound = closing.enter_context(bind(host, port))
-        if store is not None:
-            sizes["remote"] = closing.enter_context(open_store(store))
-        if disk is not None:
-            sizes |= {
-                "disk": closing.enter_context(open_store(f"disk:{disk}")),
-                "disk_nbytes": int(disk_gb * GB),
-            }
+        for spec in store or ():
+            tier = "disk" if spec.startswith("disk:") else "remote"
+            if tier in sizes:
+                raise CommandError(f"--store {spec}: give at most one {SPEC}")
+            sizes[tier] = closing.enter_context(open_store(spec))
         keep_compiled(compiled)
         loaded = kda_jax.load(model, dtype=dtype and dtype.value)
         context = min(max_tokens, loaded.config.model_max_length)

@@ -13,6 +13,9 @@ from kda_jax.sampling import Sampler
 class Backend(Protocol):
     """The calls of `kda_jax.engine.Engine` that a server makes, which a test may answer in its place."""
 
+    @property
+    def closed(self) -> str | None: ...
+
     def submit(
         self,
         tokens: Sequence[int],

@@ -83,9 +83,8 @@ async def model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 while requests are taken, 503 while draining."""
-    if serving_of(request).draining:
-        return JSONResponse({"status": "draining"}, 503)
+    """GET /health: 200 while requests are taken, 503 while draining and when the engine has failed."""
+    serving_of(request).check_open()
     return JSONResponse({"status": "ok"})
 
 

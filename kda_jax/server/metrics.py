@@ -119,15 +119,16 @@ def _counters(name: str, text: str, label: str, values: Mapping[str, int]) -> Me
 
 
 def _stores(stores: Mapping[str, Mapping[str, int | str]]) -> Iterable[Metric]:
-    """Counts as counters, words, as a breaker's state, as labels."""
-    calls = Counter("kda_store_calls", "Calls of stores of objects.", labels=["tier", "outcome"])
-    states = Gauge(
-        "kda_store_state", "What a store of objects says of itself.", labels=["tier", "what", "state"]
+    """Counts of `operation outcome` as counters; words, as a breaker's state, as labels."""
+    calls = Counter(
+        "kda_store_objects", "Objects in calls of stores.", labels=["tier", "operation", "outcome"]
     )
+    states = Gauge("kda_store_state", "What a store says of itself.", labels=["tier", "what", "state"])
     for tier, found in stores.items():
         for what, value in found.items():
+            operation, _, outcome = what.rpartition(" ")
             if isinstance(value, str):
                 states.add_metric([tier, what, value], 1)
             else:
-                calls.add_metric([tier, what], value)
+                calls.add_metric([tier, operation, outcome], value)
     return calls, states

@@ -88,7 +88,6 @@ Content = Annotated[
     PlainValidator(_content),
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART}, {"type": "null"}]}),
 ]
-Off = Annotated[Literal[False] | None, Field()]
 Zero = Annotated[float, Field(ge=0, le=0)] | None
 Nothing = Annotated[Any, AfterValidator(_neutral), WithJsonSchema({"type": "null"})]
 
@@ -145,7 +144,7 @@ class CompletionRequest(Asked):
 
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
-    echo: Off = None
+    echo: Literal[False] | None = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     suffix: Nothing = None
 
@@ -170,7 +169,7 @@ class ChatRequest(Asked):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     tools: Nothing = None
-    tool_choice: Annotated[Literal["none"] | None, Field()] = None
+    tool_choice: Literal["none"] | None = None
     response_format: Nothing = None
 
     @property

@@ -59,9 +59,9 @@ class Serving:
 
     def check_open(self) -> None:
         """Raises:
-        ApiError: 503 while draining.
+        ApiError: 503 while draining, and when the engine has failed.
         """
-        if self.draining:
+        if self.draining or self.engine.closed:
             raise self.closing()
 
     def check_model(self, name: str) -> None:
@@ -74,7 +74,10 @@ class Serving:
 
     def closing(self) -> ApiError:
         """What a request is told that the server does not take or finish any more."""
-        return ApiError(503, "the server is shutting down", code="draining", retry_s=self.limits.retry_s)
+        why = (
+            "the server is shutting down" if self.draining else self.engine.closed or "the engine was stopped"
+        )
+        return ApiError(503, why, code="draining" if self.draining else "closed", retry_s=self.limits.retry_s)
 
     def submit(self, tokens: Sequence[int], asked: Asked, tenant: Tenant, seed: int, room: int) -> Stream:
         """Hands one continuation to the engine.
@@ -102,8 +105,9 @@ class Serving:
                 tenant=tenant.salt,
                 logprobs=0 if top is None else max(1, top),
             )
-        except Refused as error:
-            raise ApiError(400, str(error), code="context_length_exceeded") from None
+        except ValueError as error:
+            code = "context_length_exceeded" if isinstance(error, Refused) else None
+            raise ApiError(400, str(error), code=code) from None
         except Overloaded:
             raise too_many("too many tokens wait already", self.limits.retry_s) from None
         except Closed:
