@@ -16,7 +16,7 @@ from kda_jax.server import Limits, application
 from server_engine import EchoEngine
 from server_site import Site, running
 
-EXAMPLES = 25
+EXAMPLES = 15
 
 
 @pytest.fixture(scope="module")
