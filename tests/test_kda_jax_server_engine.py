@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from engine_site import CONFIG, SIZES, cold, conserved, engine
 
 from kda_jax.engine import Engine
-from kda_jax.server import Keys, Tenant
+from kda_jax.server import Keys, Limits, Tenant
 from kda_jax.tokenizer import Tokenizer
 from server_site import Site, running, soon
 
@@ -92,3 +94,15 @@ def test_metrics_of_a_real_engine() -> None:
         site.serving.draining = True
         assert behind.drain(1.0)
         assert site.ask("GET", "/health").status == 503
+
+
+def test_what_a_drain_cuts_short_is_checkpointed() -> None:
+    with engine() as behind, running(behind, limits=Limits(drain_s=0.05), **SERVED) as site:
+        stream = site.client().completions.create(model="tiny", prompt=PROMPT, max_tokens=400, stream=True)
+        text = next(stream).choices[0].text
+        site.server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for chunk in stream:
+                text += chunk.choices[0].text
+        assert soon(lambda: site.server.should_exit) and not site.server.all_finished
+        assert behind.explain(TOKENIZER.encode(f"{PROMPT}{text}!")).boundary >= len(PROMPT) + len(text) - 1
