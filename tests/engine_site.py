@@ -12,7 +12,7 @@ import numpy as np
 from cache import Namespace, Tier
 from kda_jax.engine import Engine, Layout, Programs
 from kda_jax.engine.pages import PoolPages
-from kda_jax.engine.programs import Row
+from kda_jax.engine.programs import Lane
 from random_model import random_model, small_config
 
 CONFIG = small_config()
@@ -57,7 +57,7 @@ def cold(prompt: Sequence[int], count: int) -> Cold:
     pages = range(1, 1 + made.layout.table_width)
     chosen = None
     for start in range(0, len(prompt), size):
-        memory, chosen = made.prefill(memory, prompt[start : start + size], Row(1, pages, start))
+        memory, chosen = made.prefill(memory, prompt[start : start + size], Lane(1, pages, start))
     assert chosen is not None
     tokens, logits = [], []
     for position in range(len(prompt), len(prompt) + count):
@@ -65,7 +65,7 @@ def cold(prompt: Sequence[int], count: int) -> Cold:
         tokens.append(int(token[0]))
         logits.append(row[0])
         if len(tokens) < count:
-            memory, chosen = made.decode(memory, tokens[-1:], [Row(1, pages, position)])
+            memory, chosen = made.decode(memory, tokens[-1:], [Lane(1, pages, position)])
     return Cold(tokens, np.stack(logits))
 
 

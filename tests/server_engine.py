@@ -154,6 +154,8 @@ class EchoEngine:
             computed_tokens=50,
             restored_tokens={"disk": 9},
             generated_tokens=11,
+            drafted_tokens=18,
+            accepted_tokens=19,
             first_token=times,
             per_token=times,
             step=times,

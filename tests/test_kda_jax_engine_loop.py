@@ -98,14 +98,10 @@ def test_logprobs_are_those_of_the_logits(one: Engine) -> None:
 def test_guesses_change_no_token() -> None:
     """A text that repeats itself, greedily and not, with its logarithms and up to a stop token."""
     prompt, warm = [5, 6, 7, 8] * 20, make_sampler(temperature=0.7)
+    stops = [cold(prompt, 30).tokens[-1]]
+    ways: list[dict[str, Any]] = [{}, {"sampler": warm, "seed": 3}, {"logprobs": 2}, {"stop_tokens": stops}]
     with engine(lookup=3) as guessing, engine() as plain:
-        choices: tuple[dict[str, Any], ...] = (
-            {},
-            {"sampler": warm, "seed": 3},
-            {"logprobs": 2},
-            {"stop_tokens": [cold(prompt, 30).tokens[-1]]},
-        )
-        for options in choices:
+        for options in ways:
             told = [list(each.submit(prompt, max_new_tokens=40, **options)) for each in (guessing, plain)]
             assert [token.token for token in told[0]] == [token.token for token in told[1]]
             for mine, theirs in zip(*told):

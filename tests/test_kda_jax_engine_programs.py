@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kda_jax.engine.memory import Layout, Memory, empty_memory
-from kda_jax.engine.programs import Cut, Programs, Row
+from kda_jax.engine.programs import Cut, Lane, Programs
 from kda_jax.engine.snapshot import load, save
 from kda_jax.forward import decode, prefill
 from kda_jax.sampling import Sampler, make_sampler, sample
@@ -63,7 +63,7 @@ class Request:
         self.prompt = np.random.default_rng(length).integers(0, CONFIG.vocab_size, length).tolist()
         self.made: list[int] = []
         self.logits: list[np.ndarray] = []
-        self.row = Row(slot, [], 0, sampler, seed)
+        self.row = Lane(slot, [], 0, sampler, seed)
 
     def prefill(self, programs: Programs, memory: Memory, pages: list[int], cuts: Any = ()) -> Memory:
         """The next chunk, in pages taken from `pages`; the first finds its slot zeroed."""
@@ -164,7 +164,7 @@ def slot_of(memory: Memory, slot: int) -> list[np.ndarray]:
     return [np.asarray(pool[slot]) for pool in (*memory.recurrent, *memory.conv)]
 
 
-def rows_of(memory: Memory, row: Row) -> list[np.ndarray]:
+def rows_of(memory: Memory, row: Lane) -> list[np.ndarray]:
     """The sequence's live latents."""
     at = np.arange(row.position)
     pages = np.asarray(row.pages, np.int32)
@@ -233,7 +233,7 @@ def test_a_snapshot_resumes_to_the_bit(programs: Programs) -> None:
     ]:
         shared = live.row.pages[: position // PAGE]
         own = [pages.pop()] if position % PAGE else []
-        row = Row(2, [*shared, *own], position)
+        row = Lane(2, [*shared, *own], position)
         memory = programs.restore(memory, 2, position, saved, own[0] if own else None)
         assert_same_bits(states, slot_of(memory, 2))
         assert_same_bits(latents, rows_of(memory, row))
@@ -344,16 +344,16 @@ def test_refuses_a_memory_that_serves_nobody(changes: dict[str, Any], match: str
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda p: p.decode(MEMORY, [1, 1], [Row(1, [5], 3), Row(1, [6], 3)]), "each in a slot of its own"),
-        (lambda p: p.decode(MEMORY, [1], [Row(1, [5], 16)]), "room for 17 tokens, got slot 1 and 1 pages"),
-        (lambda p: p.decode(MEMORY, [1], [Row(0, [5], 3)]), "a slot in 1..8"),
-        (lambda p: p.decode(MEMORY, [1], [Row(1, [0], 3)]), "pages from 1 on"),
-        (lambda p: p.prefill(MEMORY, [1] * 65, Row(1, [5, 6], 0)), "a chunk has 1..64 tokens"),
+        (lambda p: p.decode(MEMORY, [1, 1], [Lane(1, [5], 3), Lane(1, [6], 3)]), "each in a slot of its own"),
+        (lambda p: p.decode(MEMORY, [1], [Lane(1, [5], 16)]), "room for 17 tokens, got slot 1 and 1 pages"),
+        (lambda p: p.decode(MEMORY, [1], [Lane(0, [5], 3)]), "a slot in 1..8"),
+        (lambda p: p.decode(MEMORY, [1], [Lane(1, [0], 3)]), "pages from 1 on"),
+        (lambda p: p.prefill(MEMORY, [1] * 65, Lane(1, [5, 6], 0)), "a chunk has 1..64 tokens"),
         (
-            lambda p: p.prefill(MEMORY, [1] * 9, Row(1, [5], 7), [Cut(7, [6])]),
+            lambda p: p.prefill(MEMORY, [1] * 9, Lane(1, [5], 7), [Cut(7, [6])]),
             r"cuts must lie in 8..16, got \[7\]",
         ),
-        (lambda p: p.snapshot(MEMORY, Row(1, [5], 7), [6]), "a snapshot at 7 has 3 pages"),
+        (lambda p: p.snapshot(MEMORY, Lane(1, [5], 7), [6]), "a snapshot at 7 has 3 pages"),
         (lambda p: p.write_pages(MEMORY, [1] * 5, []), "5 pages come in pieces of 4, got 0 pieces"),
     ],
     ids=["slot twice", "no room", "slot 0", "page 0", "long chunk", "cut", "snapshot", "pieces"],

@@ -19,7 +19,7 @@ from cache import KeyChain, Tier
 from cache.retention import Creation, Kind
 from kda_jax.engine import Engine, Shared, cut
 from kda_jax.engine.portable import Portable
-from kda_jax.engine.programs import Row
+from kda_jax.engine.programs import Lane
 from kda_jax.engine.rates import Line, Rates
 from kda_jax.forward import prefill
 from measure import assert_close
@@ -58,10 +58,10 @@ def test_what_leaves_the_pool_has_the_form_that_cut_gives() -> None:
     """State and pages of 130 tokens, and to the bit back into another slot."""
     made, prompt = programs(), prompt_of(0, 130)
     portable, memory = Portable(made.layout), made.empty()
-    memory, _ = made.prefill(made.zero(memory, 2), prompt[:128], Row(2, (5, 9, 3), 0))
-    memory, _ = made.prefill(memory, prompt[128:], Row(2, (5, 9, 3), 128))
+    memory, _ = made.prefill(made.zero(memory, 2), prompt[:128], Lane(2, (5, 9, 3), 0))
+    memory, _ = made.prefill(memory, prompt[128:], Lane(2, (5, 9, 3), 128))
     saved = (11, 12, 13)[: made.layout.snapshot_pages(130)]
-    memory = made.snapshot(memory, Row(2, (5, 9, 3), 130), saved)
+    memory = made.snapshot(memory, Lane(2, (5, 9, 3), 130), saved)
 
     def pages(numbers: Sequence[int]) -> np.ndarray:
         return np.concatenate([np.asarray(piece) for piece in made.read_pages(memory, numbers)])[
@@ -85,8 +85,8 @@ def test_what_leaves_the_pool_has_the_form_that_cut_gives() -> None:
     memory = made.write_state(memory, 4, slot.recurrent, slot.conv)
     for pool in (*memory.recurrent, *memory.conv):
         np.testing.assert_array_equal(pool[2], pool[4])
-    memory, one = made.decode(memory, [7], [Row(2, (5, 9, 3), 130)])
-    memory, other = made.decode(memory, [7], [Row(4, (20, 21, 22), 130)])
+    memory, one = made.decode(memory, [7], [Lane(2, (5, 9, 3), 130)])
+    memory, other = made.decode(memory, [7], [Lane(4, (20, 21, 22), 130)])
     np.testing.assert_array_equal(one.logits, other.logits)
 
 

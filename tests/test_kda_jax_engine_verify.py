@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kda_jax.engine.calls import Row
+from kda_jax.engine.calls import Lane
 from kda_jax.engine.lookup import Lookup
 from kda_jax.engine.memory import Layout, Memory, empty_memory
 from kda_jax.engine.programs import Programs
@@ -54,7 +54,7 @@ class Text:
 
     def __init__(self, number: int, prompt: list[int], sampler: Sampler) -> None:
         self.number, self.tokens, self.length = number, list(prompt), len(prompt)
-        self.row = Row(0, [], 0, sampler, number)
+        self.row = Lane(0, [], 0, sampler, number)
         self.lookup = Lookup(np.array(prompt, np.int32), shortest=2)
         self.steps = 0
         self.logits: list[np.ndarray] = []
@@ -225,7 +225,7 @@ def prepared(programs: Programs, slots: list[int], seed: int = 0) -> tuple[Memor
     return memory, made
 
 
-def state_of(memory: Memory, row: Row) -> list[np.ndarray]:
+def state_of(memory: Memory, row: Lane) -> list[np.ndarray]:
     """The row's slot and its live latents."""
     at, pages = np.arange(row.position), np.asarray(row.pages)
     slots = [np.asarray(pool[row.slot]) for pool in (*memory.recurrent, *memory.conv)]
@@ -324,15 +324,15 @@ def test_every_width_is_compiled_at_start(
 @pytest.mark.parametrize(
     ("tokens", "rows", "match"),
     [
-        ([[1] * 9], [Row(1, [5], 3)], r"a token and up to 7 drafts a row, got \[9\] tokens"),
-        ([[]], [Row(1, [5], 3)], r"got \[0\] tokens"),
-        ([[1, 2]], [Row(1, [5], 15)], "room for 17 tokens, got slot 1 and 1 pages"),
-        ([[1], [1]], [Row(1, [5], 3), Row(1, [6], 3)], "verify takes 1..4 rows, each in a slot of its own"),
-        ([[1], [1]], [Row(1, [5], 3)], "verify takes 1..4 rows"),
+        ([[1] * 9], [Lane(1, [5], 3)], r"a token and up to 7 drafts a row, got \[9\] tokens"),
+        ([[]], [Lane(1, [5], 3)], r"got \[0\] tokens"),
+        ([[1, 2]], [Lane(1, [5], 15)], "room for 17 tokens, got slot 1 and 1 pages"),
+        ([[1], [1]], [Lane(1, [5], 3), Lane(1, [6], 3)], "verify takes 1..4 rows, each in a slot of its own"),
+        ([[1], [1]], [Lane(1, [5], 3)], "verify takes 1..4 rows"),
     ],
     ids=["many drafts", "no token", "no room", "slot twice", "rows"],
 )
-def test_refuses_what_does_not_fit(programs: Programs, tokens: Any, rows: list[Row], match: str) -> None:
+def test_refuses_what_does_not_fit(programs: Programs, tokens: Any, rows: list[Lane], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         programs.verify(Memory((), (), ()), tokens, rows)
 
@@ -340,6 +340,6 @@ def test_refuses_what_does_not_fit(programs: Programs, tokens: Any, rows: list[R
 def test_refuses_drafts_where_none_may_be(programs: Programs) -> None:
     without = Programs((programs.graphdef, programs.params), LAYOUT)
     with pytest.raises(ValueError, match="up to 0 drafts a row, got"):
-        without.verify(Memory((), (), ()), [[1, 2]], [Row(1, [5], 3)])
+        without.verify(Memory((), (), ()), [[1, 2]], [Lane(1, [5], 3)])
     with pytest.raises(ValueError, match="most_drafts=-1 not negative"):
         Programs((programs.graphdef, programs.params), LAYOUT, most_drafts=-1)

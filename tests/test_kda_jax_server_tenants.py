@@ -173,6 +173,7 @@ def test_metrics_are_an_operators(site: Site) -> None:
     assert samples["kda_prompt_tokens_total", ("source", "computed")] == 50
     assert samples["kda_prompt_tokens_total", ("source", "disk")] == 9
     assert samples["kda_generated_tokens_total",] == 11
+    assert samples["kda_drafted_tokens_total",] == 18 and samples["kda_accepted_tokens_total",] == 19
     assert samples["kda_requests", ("state", "loading")] == 2 and samples["kda_slots",] == 8
     assert samples["kda_pages", ("state", "free")] == 60
     assert samples["kda_tier_budget_bytes", ("tier", "device")] == 7000

@@ -1,6 +1,6 @@
 """What serves many conversations at once, and joins a model with the prefix cache and with processes elsewhere."""
 
-from kda_jax.engine.calls import Chosen, Cut, Row, Verified
+from kda_jax.engine.calls import Chosen, Cut, Lane, Verified
 from kda_jax.engine.checkpoint import Checkpoint, cut, join
 from kda_jax.engine.engine import Closed, Engine
 from kda_jax.engine.explain import Explanation, Limit, TreeNode
@@ -20,6 +20,7 @@ __all__ = [
     "Engine",
     "Explanation",
     "Finished",
+    "Lane",
     "Layout",
     "Limit",
     "Memory",
@@ -29,7 +30,6 @@ __all__ = [
     "Programs",
     "Refused",
     "Resumed",
-    "Row",
     "Shared",
     "Statistics",
     "Stored",

@@ -10,7 +10,7 @@ import jax
 from kda_jax.sampling import Sampler
 
 
-class Row(NamedTuple):
+class Lane(NamedTuple):
     """One sequence in a step.
 
     Attributes:

@@ -14,24 +14,23 @@ from typing import Any, TypeAlias
 
 from jax.typing import ArrayLike
 
-from cache import Holder, Namespace, Store, Tier
+from cache import Holder, Namespace, Tier
 from cache.retention import Creation, Learned, Policy
+from kda_jax.engine.arrangement import Arrangement
 from kda_jax.engine.execution import Choice, Execution
 from kda_jax.engine.explain import Explanation, TreeNode, explain, tree
 from kda_jax.engine.lookup import Drafter, Lookup
 from kda_jax.engine.loop import Loop
-from kda_jax.engine.memory import Layout
 from kda_jax.engine.owner import Owner
 from kda_jax.engine.pages import Pages, Slots
 from kda_jax.engine.programs import Programs, Progress
 from kda_jax.engine.rates import Rates
 from kda_jax.engine.request import Overloaded, Refused, Request
 from kda_jax.engine.scheduler import Scheduler
-from kda_jax.engine.sizes import Sizes
 from kda_jax.engine.slower import Slower
 from kda_jax.engine.statistics import Statistics
 from kda_jax.engine.stream import Finished, Stream
-from kda_jax.forward import SplitModel, check_tokens, config_of, dtype_of, split
+from kda_jax.forward import SplitModel, check_tokens, config_of, split
 from kda_jax.model import Model
 from kda_jax.sampling import Sampler
 from transfer import Objects
@@ -104,47 +103,31 @@ class Engine:
         """
         parts = model if isinstance(model, tuple) else split(model)
         self.config = config_of(parts)
-        layout = Layout.within(
-            self.config,
-            dtype_of(parts[1]),
+        sizes = Arrangement(
+            slots=slots,
             nbytes=nbytes,
-            num_slots=slots + 1,
-            page_rows=page_rows,
             max_tokens=max_tokens,
+            budget=budget,
+            page_rows=page_rows,
+            host_nbytes=host_nbytes,
+            drafts=lookup,
         )
-        sizes = Sizes(
-            rows=page_rows, state_pages=layout.state_pages + 1, budget=budget, queued=2**62, drafts=lookup
-        )
-        if programs is None:
-            programs = Programs(
-                parts, layout, most_tokens=budget, most_cuts=sizes.snapshots, most_drafts=lookup
-            )
-            programs.compile_all(progress)
-        elif (
-            programs.layout != layout or programs.chunks[-1] < budget or max((1, *programs.widths)) <= lookup
-        ):
-            raise ValueError(f"these programs are for {programs.layout}, the engine's sizes give {layout}")
+        layout = sizes.layout(parts)
+        programs = sizes.programs(parts, layout, programs, progress)
         self.layout, self.programs, self._namespace = layout, programs, namespace
-        pages = Pages(layout.num_pages, layout.page_nbytes)
-        budgets = {Tier.DEVICE: pages.capacity * layout.page_nbytes}
-        if host_nbytes:
-            budgets[Tier.HOST] = host_nbytes
-        sizes_of = layout.state_pages * layout.page_nbytes, layout.page_nbytes // page_rows
-        store = Store.empty(
-            budgets, policy or Learned(), state_nbytes=sizes_of[0], row_nbytes=sizes_of[1], page=page_rows
-        )
+        store = sizes.store(layout, policy or Learned())
         self._holder, self._creation, self._queued = Holder(store), creation, queued
         self._lookup = lookup
-        del store  # old versions keep pages
         self._stops = frozenset(stop_tokens)
         choices: dict[int, Choice] = {}
         stores = {tier: each for tier, each in ((Tier.DISK, disk), (Tier.REMOTE, remote)) if each is not None}
         rates = rates or Rates()
-        rates.state_nbytes, rates.row_nbytes = sizes_of
+        rates.state_nbytes, rates.row_nbytes = store.state_nbytes, store.row_nbytes
+        del store  # old versions keep pages
         self._owner = Owner(self._turn, self._break)
         seconds = rates.seconds if stores or host_nbytes else None
-        slots_of = Slots(layout.num_slots)
-        scheduler = Scheduler(self._holder, pages, slots_of, sizes, creation or Creation(), seconds)
+        pool = Pages(layout.num_pages, layout.page_nbytes), Slots(layout.num_slots)
+        scheduler = Scheduler(self._holder, *pool, sizes.sizes(layout), creation or Creation(), seconds)
         self._slower = Slower(self._holder, programs, stores, rates, self._owner.post, time.monotonic)
         self._loop = Loop(scheduler, Execution(programs, choices), choices, self._slower, time.monotonic)
         self._lock, self._ids, self._arriving, self._waiting = threading.Lock(), itertools.count(), 0, 0

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kda_jax.engine.calls import Chosen, Cut, Verified
-from kda_jax.engine.calls import Row as Lane
+from kda_jax.engine.calls import Chosen, Cut, Lane, Verified
 from kda_jax.engine.loading import Read
 from kda_jax.engine.memory import Memory
 from kda_jax.engine.pages import PoolPages

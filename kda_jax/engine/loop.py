@@ -5,57 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from cache.tier import Tier
 from cache.view import View
+from kda_jax.engine.asked import Asked
 from kda_jax.engine.execution import Choice, Execution, MemoryLost
 from kda_jax.engine.explain import name
 from kda_jax.engine.loading import Read
 from kda_jax.engine.lookup import Drafter
-from kda_jax.engine.request import Outcome, Request, Stage
+from kda_jax.engine.numbers import numbers
+from kda_jax.engine.request import Outcome, Request
 from kda_jax.engine.scheduler import Scheduler
 from kda_jax.engine.slower import Slower
 from kda_jax.engine.statistics import Statistics, Tally
-from kda_jax.engine.stream import Finished, Reason, Stream, Times, Token, Usage
+from kda_jax.engine.stream import Stream, Token
 from kda_jax.engine.work import Ended, Load, Results, Work
 
 REMEMBERED = 20_000
 """Boundaries without bytes that are remembered at least, and evictions whose time is."""
-
-
-@dataclass(slots=True)
-class Asked:
-    """A request on its way.
-
-    Attributes:
-        request: as the scheduler has it.
-        stream: where its tokens go.
-        submitted: when it came, in seconds.
-        drafter: guesses how it goes on.
-        started: when its first work began.
-        first: when its first token was there.
-        generated: tokens so far, a stop token among them.
-        stopped: whether the last of them was a stop token.
-        last: when its last token was there.
-        cached: prompt tokens that were restored, by tier.
-        drafted, accepted: tokens that were guessed, and those that were right.
-        error: what went wrong.
-    """
-
-    request: Request
-    stream: Stream
-    submitted: float
-    drafter: Drafter | None
-    started: float | None = None
-    first: float | None = None
-    last: float | None = None
-    generated: int = 0
-    stopped: bool = False
-    cached: dict[str, int] = field(default_factory=dict)
-    drafted: int = 0
-    accepted: int = 0
-    error: str | None = None
 
 
 class Loop:
@@ -156,37 +123,8 @@ class Loop:
 
     def statistics(self) -> Statistics:
         """All in numbers."""
-        scheduler, tally = self.scheduler, self.tally
-        store, pages = scheduler.pool.holder.store, scheduler.pool.pages
-        stages = Counter(live.stage for live in scheduler.live.values())
-        numbers = store.stats()
-        return Statistics(
-            waiting=stages[Stage.WAITING] + len(self._searching),
-            waiting_tokens=self.waiting_tokens,
-            loading=stages[Stage.LOADING],
-            running=sum(stages[stage] for stage in (Stage.PREFILLING, Stage.DECODING, Stage.SAVING)),
-            slots=scheduler.holdings.slots.num_slots - 1,
-            pages=pages.capacity,
-            pages_free=pages.free,
-            pages_cached=numbers.tiers[Tier.DEVICE].nbytes // pages.page_nbytes,
-            tiers={name(tier): full for tier, full in numbers.tiers.items()},
-            remembered=numbers.remembered,
-            ended=dict(tally.ended),
-            computed_tokens=tally.computed,
-            restored_tokens=dict(tally.restored),
-            generated_tokens=tally.generated,
-            drafted_tokens=tally.drafted,
-            accepted_tokens=tally.accepted,
-            first_token=tally.first_token.times(),
-            per_token=tally.per_token.times(),
-            step=tally.step.times(),
-            evicted=numbers.counts.evicted,
-            lost=numbers.counts.lost,
-            memory_lost=tally.memory_lost,
-            written=dict(self._slower.writing.written),
-            unwritten=dict(self._slower.writing.unwritten),
-            stores=self._slower.stores(),
-        )
+        waiting = len(self._searching), self.waiting_tokens
+        return numbers(self.scheduler, self.tally, self._slower, *waiting)
 
     def end_all(self, error: str) -> None:
         """Every request fails: nothing computes any more."""
@@ -264,22 +202,15 @@ class Loop:
         for restore in work.restores:
             self._restored(restore.id, {"device": restore.boundary})
         for part in (*work.restores, *work.chunks, *work.loads):
-            self._starts(part.id, now)
+            if asked := self.asked.get(part.id):
+                asked.starts(now)
         self.tally.computed += sum(len(chunk.tokens) for chunk in work.chunks)
 
     def _restored(self, id: int, tokens: Mapping[str, int]) -> None:
         """A request goes on from a checkpoint whose latents, so many tokens of them, were in these tiers."""
         self.tally.restored.update(tokens)
-        asked = self.asked.get(id)
-        if (
-            asked and not asked.generated
-        ):  # one that was preempted while it generated has more than its prompt
-            asked.cached = dict(tokens)
-
-    def _starts(self, id: int, now: float) -> None:
-        asked = self.asked.get(id)
-        if asked and asked.started is None:
-            asked.started = now
+        if asked := self.asked.get(id):
+            asked.restored(tokens)
 
     def _tell(self) -> None:
         """What the scheduler has to report, to those whom it concerns."""
@@ -326,26 +257,8 @@ class Loop:
     def _ended(self, ended: Ended) -> None:
         asked = self.asked.pop(ended.id)
         del self._choices[ended.id]
-        reason: Reason = "stop" if asked.stopped else "length"
-        if ended.outcome is not Outcome.FINISHED:
-            reason = _REASONS[ended.outcome]
-        failed = ended.outcome is Outcome.FAILED
-        usage = Usage(len(asked.request.tokens), asked.generated, asked.cached, asked.drafted, asked.accepted)
         self.tally.ended[ended.outcome.value] += 1
-        asked.stream.end(
-            Finished(
-                ended.outcome,
-                reason,
-                asked.stream.tokens(),
-                usage,
-                (asked.error or "unknown") if failed else None,
-                Times(
-                    None if asked.started is None else asked.started - asked.submitted,
-                    None if asked.first is None else asked.first - asked.submitted,
-                    self.clock() - asked.submitted,
-                ),
-            )
-        )
+        asked.stream.end(asked.finished(ended.outcome, self.clock()))
 
     def _fail(self, id: int, error: str) -> None:
         self.asked[id].error = error
@@ -361,10 +274,3 @@ def _by_tier(load: Load, rows: int) -> dict[str, int]:
         if count:
             restored[name(tier)] = restored.get(name(tier), 0) + count
     return restored
-
-
-_REASONS: dict[Outcome, Reason] = {
-    Outcome.CANCELLED: "cancelled",
-    Outcome.EXPIRED: "expired",
-    Outcome.FAILED: "failed",
-}

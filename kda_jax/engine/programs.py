@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kda_jax.engine import snapshot, steps
-from kda_jax.engine.calls import Chosen, Cut, Row, Verified
+from kda_jax.engine.calls import Chosen, Cut, Lane, Verified
 from kda_jax.engine.memory import Layout, Memory, empty_memory
 from kda_jax.forward import SplitModel, bucket, config_of, dtype_of, split
 from kda_jax.model import Model
@@ -56,6 +55,7 @@ class Programs:
             raise ValueError("the layout is of another model: make it from this model's config")
         if dtype_of(self.params) != layout.window_dtype:
             raise ValueError(f"the model is of {dtype_of(self.params)}, the layout of {layout.window_dtype}")
+        self._weights, self._tree = jax.tree.flatten(self.params)  # once, and not at every call
         if jax.default_backend() == "cpu" and layout.dtype == jnp.bfloat16:
             raise ValueError("a CPU does not keep the bits of a bfloat16 pool: give the layout dtype float32")
         self.layout, self.most_cuts, self.moved_pages = layout, most_cuts, moved_pages
@@ -79,7 +79,7 @@ class Programs:
                 progress(" ".join(str(part) for part in name if part), done, len(names))
             self.compiled(*name)
 
-    def decode(self, memory: Memory, tokens: Sequence[int], rows: Sequence[Row]) -> tuple[Memory, Chosen]:
+    def decode(self, memory: Memory, tokens: Sequence[int], rows: Sequence[Lane]) -> tuple[Memory, Chosen]:
         """Absorbs one token a row.
 
         Raises:
@@ -90,7 +90,7 @@ class Programs:
         return memory, Chosen(chosen, logits)
 
     def verify(
-        self, memory: Memory, tokens: Sequence[Sequence[int]], rows: Sequence[Row]
+        self, memory: Memory, tokens: Sequence[Sequence[int]], rows: Sequence[Lane]
     ) -> tuple[Memory, Verified]:
         """Absorbs one token a row and those of its drafts that the model would choose itself.
 
@@ -121,7 +121,7 @@ class Programs:
         return memory, Verified(*verified)
 
     def prefill(
-        self, memory: Memory, tokens: Sequence[int], row: Row, cuts: Sequence[Cut] = ()
+        self, memory: Memory, tokens: Sequence[int], row: Lane, cuts: Sequence[Cut] = ()
     ) -> tuple[Memory, Chosen]:
         """Absorbs a chunk of one sequence and saves its state at `cuts`; the token chosen is the one behind the chunk.
 
@@ -157,7 +157,7 @@ class Programs:
         )
         return memory, Chosen(chosen, logits)
 
-    def snapshot(self, memory: Memory, row: Row, pages: Sequence[int]) -> Memory:
+    def snapshot(self, memory: Memory, row: Lane, pages: Sequence[int]) -> Memory:
         """Saves a sequence's state in pages, `Layout.snapshot_pages(row.position)` of them.
 
         Raises:
@@ -238,15 +238,15 @@ class Programs:
             rows, samplers = np.zeros((size,), np.int32), row_samplers([], [], size)
             where = rows, np.zeros((size, *table.shape), np.int32), rows, samplers
             if kind == "decode":
-                return functools.partial(steps.decode, self.graphdef), (self.params, memory, rows, *where)
+                return self._with_model(steps.decode), (self._weights, memory, rows, *where)
             tokens = np.zeros((size, more), np.int32)
-            return functools.partial(steps.verify, self.graphdef), (self.params, memory, tokens, rows, *where)
+            return self._with_model(steps.verify), (self._weights, memory, tokens, rows, *where)
         if kind == "prefill":
-            step = functools.partial(steps.prefill, self.graphdef)
             tokens, at = np.zeros((size,), np.int32), np.zeros((more,), np.int32)
             many = np.zeros((more, *pages.shape), np.int32)
             samplers = row_samplers([], [], 1)
-            return step, (self.params, memory, tokens, one, one, table, one, at, many, samplers)
+            arguments = memory, tokens, one, one, table, one, at, many, samplers
+            return self._with_model(steps.prefill), (self._weights, *arguments)
         moved = np.zeros((self.moved_pages,), np.int32)
         one_slot = jax.tree.map(
             lambda pool: jax.ShapeDtypeStruct((1, *pool.shape[1:]), pool.dtype),
@@ -262,12 +262,20 @@ class Programs:
             "write_state": (snapshot.put_slot, (memory, one, *one_slot)),
         }[kind]
 
+    def _with_model(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step that takes the weights as a list."""
+
+        def run(weights: list[jax.Array], memory: Memory, *args: Any) -> Any:
+            return step(self.graphdef, jax.tree.unflatten(self._tree, weights), memory, *args)
+
+        return run
+
     def _run(self, name: tuple[str, int, int], *args: Any) -> Any:
-        with_model = (self.params,) if name[0] in ("decode", "verify", "prefill") else ()
+        with_model = (self._weights,) if name[0] in ("decode", "verify", "prefill") else ()
         return self.compiled(*name)(*with_model, *args)
 
     def _batch(
-        self, kind: str, rows: Sequence[Row], counts: Sequence[int]
+        self, kind: str, rows: Sequence[Lane], counts: Sequence[int]
     ) -> tuple[int, tuple[np.ndarray, np.ndarray, np.ndarray, RowSamplers]]:
         """How many rows a batch is padded to, and their slots, tables, positions and samplers; each has room for its
         count of tokens."""
@@ -283,7 +291,7 @@ class Programs:
         samplers = row_samplers([row.sampler for row in rows], [row.seed for row in rows], size)
         return size, (_padded(slots, size), table, _padded([row.position for row in rows], size), samplers)
 
-    def _table(self, row: Row, more: int) -> np.ndarray:
+    def _table(self, row: Lane, more: int) -> np.ndarray:
         """The row's pages as int32 [n], after a look whether they have room for `more` tokens."""
         room = len(row.pages) * self.layout.page_rows
         if not 0 < row.slot < self.layout.num_slots or 0 in row.pages or room < row.position + more:

@@ -80,6 +80,8 @@ class _OfEngine:
             "kda_prompt_tokens", "Prompt tokens by where their states came from.", "source", prompts
         )
         yield Counter("kda_generated_tokens", "Tokens generated.", now.generated_tokens)
+        yield Counter("kda_drafted_tokens", "Tokens guessed ahead.", now.drafted_tokens)
+        yield Counter("kda_accepted_tokens", "Tokens guessed ahead that were right.", now.accepted_tokens)
         yield _counters("kda_requests_ended", "Requests that ended.", "outcome", now.ended)
         yield Counter("kda_checkpoints_evicted", "Checkpoints given up for others.", now.evicted)
         yield Counter("kda_checkpoints_lost", "Checkpoints that could not be read.", now.lost)
