@@ -36,6 +36,9 @@ def serve(
     store: Annotated[
         list[str] | None, typer.Option(help=f"Where checkpoints outlive the process: {SPEC}, or one of each.")
     ] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep checkpoints, and resume from them.")
+    ] = True,
     host_gb: Annotated[float, typer.Option(min=0.0, help="Host memory for checkpoints.")] = 0.0,
     memory_gb: Annotated[
         float, typer.Option(min=0.001, help="Device memory for latents and checkpoints.")
@@ -63,6 +66,7 @@ def serve(
     """Serve a model: OpenAI's API, and a page that says why a prompt was no hit."""
     check_installed()
     import kda_jax
+    from cache.retention import Creation
     from kda_jax.server import Keys, Limits, Serving, bind, read_keys, run
 
     if not model.exists():
@@ -78,6 +82,10 @@ def serve(
         "budget": budget,
         "queued": queued,
     }
+    if not cache:
+        if store or host_gb:
+            raise CommandError("--no-cache keeps nothing: leave out --store and --host-gb")
+        sizes["creation"] = Creation(kinds=frozenset())
     sizes |= {"lookup": lookup} if lookup else {}
     sizes |= {"host_nbytes": int(host_gb * GB)} if host_gb else {}
     with ExitStack() as closing:
