@@ -20,7 +20,7 @@ from kda_jax.engine import Shared
 from kda_jax.engine.pieces import Pieces
 from kda_jax.forward import step
 from kda_jax.model import Model
-from kda_jax.sharding import EXPERT, TENSOR, shard, shard_state
+from kda_jax.sharding import EXPERT, TENSOR, shard
 from kda_jax.state import KDAState, ModelState, empty
 from measure import relative_error
 from random_model import K3, random_model, small_config
@@ -55,8 +55,8 @@ def main() -> None:
         seen[name] = {called(mesh): whole.compared(run) for mesh, run in runs.items()}
     # the last model is K3's
     sharded |= {mesh: shard(model, mesh_of(*mesh)) for mesh in RESTORED if mesh not in sharded}
-    seen["checkpoint"] = checkpoint(sharded, runs[2, 4].at)
-    seen["stepped"] = stepped(model, whole.at, sharded[8, 1], runs[8, 1].at)
+    seen["checkpoint"] = checkpoint(sharded, runs[2, 4].row())
+    seen["stepped"] = stepped(model, whole.row(), sharded[8, 1], runs[8, 1].row())
     seen["crossing"] = [crossing(int8) for int8 in (False, True)]
     print(json.dumps(seen))
 
@@ -72,7 +72,7 @@ def called(mesh: tuple[int, int]) -> str:
 
 
 class Prefill:
-    """A call of two rows, one of them padded, that also returns the first row's state inside of it."""
+    """A call of two rows, one of them padded, that also returns the states at a boundary."""
 
     def __init__(self, model: Model) -> None:
         graphdef, params = nnx.split(model)
@@ -82,14 +82,16 @@ class Prefill:
         @jax.jit
         def run(params: Any, tokens: jax.Array, state: ModelState, lengths: jax.Array) -> tuple[Any, ...]:
             model = nnx.merge(graphdef, params)
-            logits, end, at = model(tokens, state, lengths, jnp.full((ROWS, 1), BOUNDARY, jnp.int32))
-            at = ModelState(tuple(_first_row(layer) for layer in at.layers))
-            return logits, end, at if model.mesh is None else shard_state(at, model.mesh)
+            return model(tokens, state, lengths, jnp.full((ROWS, 1), BOUNDARY, jnp.int32))
 
         program = run.lower(*arguments).compile()
         self.moved, self.weights = moved(program.as_text() or ""), shapes_of(params)
         logits, self.end, self.at = program(*arguments)
         self.logits = np.asarray(logits)[np.arange(TOKENS) < np.array(LENGTHS)[:, None]]
+
+    def row(self) -> ModelState:
+        """The first row's state at the boundary."""
+        return ModelState(tuple(_first_row(layer) for layer in self.at.layers))
 
     def compared(self, other: Prefill) -> dict[str, Any]:
         """What a sharded model makes of the same call, against this."""
@@ -97,7 +99,7 @@ class Prefill:
         return {
             "logits": relative_error(self.logits, other.logits),
             "states": max(relative_error(a, b) for a, b in states),
-            "kept": kept(other.end),
+            "kept": [kept(other.end), kept(other.at)],
             "weights": other.weights,
             "moved": other.moved,
         }

@@ -90,8 +90,10 @@ def test_a_token_sends_neither_weights_nor_states(seen: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("model", "name"), [run for run in RUNS if not run[1].startswith("1x")])
 def test_states_come_back_with_their_heads(seen: dict[str, Any], model: str, name: str) -> None:
-    tensor = int(name[0])
-    assert seen[model][name]["kept"] == [[2, 8 // tensor, 8, 8], [2, 3, 192 // tensor], [2]]
+    heads, channels = 8 // int(name[0]), 192 // int(name[0])
+    end, at = seen[model][name]["kept"]
+    assert end == [[2, heads, 8, 8], [2, 3, channels], [2]]
+    assert at == [[2, 1, heads, 8, 8], [2, 1, 3, channels], [2, 1]]
 
 
 @pytest.mark.parametrize("name", ["8x1", "1x1", "4x2"])
