@@ -103,6 +103,9 @@ MISTAKES = [
         ["8"],
     ),
     ("target_exists", nothing, "convert MODEL MODEL", ["exists already"]),
+    ("no_device_info", nothing, "info tiny --device h20", ["no device 'h20' is known", "h200"]),
+    ("no_mesh_info", nothing, "info tiny --mesh 8by8", ["'8by8' is no mesh", "8x4"]),
+    ("uneven_mesh_info", nothing, "info tiny --mesh 4x1", ["kda_num_heads=2 is not a multiple"]),
 ]
 
 
