@@ -48,6 +48,12 @@ def prompt_of(seed: int, length: int = 200) -> list[int]:
     return random.Random(seed).choices(range(CONFIG.vocab_size), k=length)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no store that fails."""
+    monkeypatch.setattr("kda_jax.engine.slower.MOST", 20.0)
+
+
 @pytest.fixture
 def objects() -> Iterator[MemoryObjects]:
     with MemoryObjects() as opened:

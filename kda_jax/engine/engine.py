@@ -224,6 +224,7 @@ class Engine:
         remote = self._slower.ask(namespace, ids, SEARCH)
 
         def explained() -> Explanation:
+            self._loop.note_evictions()
             store, now = self._holder.store, time.monotonic()
             return explain(store, namespace, ids, remote, self._loop.evicted, now, others=not tenant)
 

@@ -177,22 +177,24 @@ class Execution:
             raise MemoryLost(f"{type(error).__name__}: {error}") from error
         sampled = {}
         for (ids, _), made in zip(chosen, read):
-            for at, id in enumerate(ids):
-                sampled[id] = self._sampled(id, at, made)
+            for at, (id, numbers) in enumerate(zip(ids, _numbers(made))):
+                choice = self._choices[id]
+                self.tokens[id] = [Token(number) for number in numbers]
+                if choice.logprobs:
+                    logits = np.reshape(made.logits[at], (-1, made.logits.shape[-1]))
+                    self.tokens[id] = [
+                        _with_logprobs(*each, choice.logprobs) for each in zip(numbers, logits)
+                    ]
+                sampled[id] = Sampled(numbers[-1], numbers[-1] in choice.stop_tokens, len(numbers) - 1)
         return sampled
 
-    def _sampled(self, id: int, at: int, made: Chosen | Verified) -> Sampled:
-        """What row `at` of a call has made for a request."""
-        choice = self._choices[id]
-        accepted = int(made.accepted[at]) if isinstance(made, Verified) else 0
-        numbers = np.atleast_1d(made.tokens[at])[: accepted + 1].tolist()
-        self.tokens[id] = [Token(number) for number in numbers]
-        if choice.logprobs:
-            logits = np.reshape(made.logits[at], (-1, made.logits.shape[-1]))
-            self.tokens[id] = [
-                _with_logprobs(number, row, choice.logprobs) for number, row in zip(numbers, logits)
-            ]
-        return Sampled(numbers[-1], numbers[-1] in choice.stop_tokens, accepted)
+
+def _numbers(made: Chosen | Verified) -> list[list[int]]:
+    """The new tokens of each row: the drafts that count, and one more."""
+    rows = made.tokens.tolist()
+    if isinstance(made, Verified):
+        return [row[: count + 1] for row, count in zip(rows, made.accepted.tolist())]
+    return [[token] for token in rows]
 
 
 def _with_logprobs(token: int, logits: np.ndarray, count: int) -> Token:

@@ -19,7 +19,7 @@ class Limit(NamedTuple):
     Attributes:
         boundary: tokens that would not be computed, were it not for this.
         why: `no checkpoint`, `no latents`, `evicted`, `other namespace`, `parts here` or `last token`.
-        seconds: since then, where `why` is `evicted`; None where that is not known.
+        seconds: since that was seen, where `why` is `evicted`, a few after it happened; None where it is not known.
     """
 
     boundary: int

@@ -23,6 +23,8 @@ from kda_jax.engine.work import Ended, Load, Results, Work
 
 REMEMBERED = 20_000
 """Boundaries without bytes that are remembered at least, and evictions whose time is."""
+LOOKS = 10.0
+"""Seconds between looks for what was evicted: it takes a look at every checkpoint."""
 
 
 class Loop:
@@ -49,9 +51,9 @@ class Loop:
         self._searching: dict[int, float] = {}
         self.asked: dict[int, Asked] = {}
         self.tally = Tally()
-        self.evicted: dict[bytes, float] = {}
+        self.evicted: dict[bytes, float] = {}  # when it was seen, by key
         self._held: set[bytes] = set()
-        self._evictions = 0
+        self._evictions, self._looked = 0, self.clock()
 
     def submit(
         self, request: Request, stream: Stream, choice: Choice, drafter: Drafter | None, submitted: float
@@ -225,16 +227,23 @@ class Loop:
         self._held.update(report.published)
         self._remember()
 
+    def note_evictions(self) -> None:
+        """Looks what is held no longer."""
+        holder, self._looked = self.scheduler.pool.holder, self.clock()
+        if holder.store.counts.evicted == self._evictions:
+            return
+        prompts, self._evictions = holder.store.prompts, holder.store.counts.evicted
+        gone = [key for key in self._held if key not in prompts.places or not prompts.node(key).states]
+        self._held.difference_update(gone)
+        self.evicted.update(dict.fromkeys(gone, self._looked))
+        while len(self.evicted) > REMEMBERED:
+            del self.evicted[next(iter(self.evicted))]
+
     def _remember(self) -> None:
-        """Notes what is held no longer, and forgets what was used longest ago."""
+        """Looks from time to time what is held no longer, and forgets what was used longest ago."""
         holder = self.scheduler.pool.holder
-        if holder.store.counts.evicted != self._evictions:
-            prompts, self._evictions = holder.store.prompts, holder.store.counts.evicted
-            gone = [key for key in self._held if key not in prompts.places or not prompts.node(key).states]
-            self._held.difference_update(gone)
-            self.evicted.update(dict.fromkeys(gone, self.clock()))
-            while len(self.evicted) > REMEMBERED:
-                del self.evicted[next(iter(self.evicted))]
+        if self.clock() > self._looked + LOOKS:
+            self.note_evictions()
         if len(holder.store.prompts.places) > 2 * REMEMBERED:
             holder.update(lambda store: store.forget(REMEMBERED))
 

@@ -83,7 +83,7 @@ class Stream:
             cancel: asks the engine to end it.
         """
         self.id, self._cancel = id, cancel
-        self._news = threading.Condition()
+        self._news, self._ended = threading.Condition(), threading.Event()
         self._tokens: list[Token] = []
         self._finished: Finished | None = None
         self._watchers: list[Callable[[], object]] = []
@@ -131,11 +131,10 @@ class Stream:
         Raises:
             TimeoutError: if it has not ended by then. It goes on.
         """
-        with self._news:
-            if not self._news.wait_for(lambda: self._finished is not None, timeout):
-                raise TimeoutError(f"request {self.id} has not ended after {timeout} s")
-            assert self._finished is not None
-            return self._finished
+        if not self._ended.wait(timeout):  # not woken by every token
+            raise TimeoutError(f"request {self.id} has not ended after {timeout} s")
+        assert self._finished is not None
+        return self._finished
 
     def put(self, token: Token) -> None:
         """The engine's: one more token."""
@@ -148,6 +147,7 @@ class Stream:
         with self._news:
             if self._finished is None:
                 self._finished = finished
+                self._ended.set()
                 self._tell()
 
     def tokens(self) -> tuple[int, ...]:
