@@ -145,6 +145,24 @@ def test_what_the_device_forgot_comes_back_from_a_slower_tier(
         conserved(made)
 
 
+def test_what_waits_to_be_copied_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(9)
+    monkeypatch.setattr("kda_jax.engine.writing.PIECES", 0)
+    with eager(host_nbytes=2**20) as made:
+        first = made.generate([prompt], max_new_tokens=4)[0]
+        turn = [*prompt, *first.tokens, 1]
+        while made.explain(turn).boundary < 203:  # the end of the generation is saved a step later
+            time.sleep(0.005)
+        made._owner.ask(lambda: made._loop.scheduler.pool.room(10**6, 0.0))
+        assert made.explain(turn).latents == {"device": 203}
+        monkeypatch.setattr("kda_jax.engine.writing.PIECES", 1)
+        written(made)
+        made._owner.ask(lambda: made._loop.scheduler.pool.room(10**6, 0.0))
+        second = made.generate([turn], max_new_tokens=4)[0]
+        assert second.usage.cached == {"host": 203} and not assert_cold(turn, second.tokens, 4)
+    conserved(made)
+
+
 def test_an_engine_goes_on_where_another_ended(objects: MemoryObjects) -> None:
     """At the end of the last generation, and not of its prompt; from many conversations, whose tokens stay theirs."""
     prompts = [prompt_of(seed, length) for seed, length in enumerate([1, 63, 64, 65, 130, 200, 256])]
