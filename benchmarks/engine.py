@@ -122,6 +122,7 @@ def last_turn(
             if turn < TURNS - 1:
                 history += times[0][1].tokens
         for name, finished in times:
+            assert finished.times.first_token_s is not None
             seconds[name].append(finished.times.first_token_s)
     medians = {f"{name}_ms": 1e3 * float(np.median(each)) for name, each in seconds.items()}
     return {"tokens": len(history), **medians, "ratio": medians["without_ms"] / medians["with_ms"]}

@@ -313,3 +313,14 @@ def test_a_line_is_fitted_to_what_calls_took() -> None:
     falling.add(1.0, 5.0)
     falling.add(9.0, 1.0)
     assert falling.at(100.0) > 0
+
+
+def test_a_prompt_is_read_beside_others_in_pieces_that_take_as_long_as_their_tokens() -> None:
+    """A row takes 1 ms and a step 2; a token of a prefill takes 0.05 ms, and steps of both count for prefills too."""
+    rates = Rates()
+    assert rates.beside(8, 64, 512) == 64, "before anything was measured"
+    for rows in (1, 8):
+        rates.step(0, rows, 0.002 + 0.001 * rows)
+    rates.step(128, 0, 0.0064)
+    rates.step(512, 8, 0.010 + 0.0256)
+    assert [rates.beside(rows, 64, 512) for rows in (1, 8, 30)] == [64, 128, 512]

@@ -1,4 +1,4 @@
-"""`bench ops`, `model`, `cache`, `transfer`, `engine`, `serve`, `import`: benchmarks beside the package in a checkout."""
+"""`bench`: the benchmarks beside the package in a checkout."""
 
 from __future__ import annotations
 
