@@ -26,8 +26,7 @@ LONG = 4096  # tokens of the prompt that comes while others decode
 SIZES: dict[str, Any] = dict(slots=ROWS + 1, nbytes=2**28, max_tokens=TOKENS + 256)
 NOTES = {
     "model": "examples/tiny in float32",
-    "last_turn": "milliseconds to the first token of the last turn of a conversation, with the cache and without; every "
-    "turn adds as many tokens",
+    "last_turn": "milliseconds to the first token of a conversation's last turn, with the cache and without",
     "decode": "tokens a second of rows that decode side by side, with the cache and without",
     "beside": "milliseconds a token of rows that decode, alone and while a long prompt is read",
 }
