@@ -135,3 +135,17 @@ def test_an_engine_that_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFi
     assert not one.drain(0.0) or running.result(0.0)
     one.close()
     assert "the engine failed" in caplog.text
+
+
+def test_who_arrives_while_an_engine_breaks_is_told_too() -> None:
+    one = engine()
+    late = []
+
+    def broken(now: float) -> Any:
+        late.append(one.submit([1], max_new_tokens=1))
+        raise KeyError("a bug")
+
+    one._loop.scheduler.step = broken
+    assert "a bug" in str(one.generate([[1]], max_new_tokens=1)[0].error)
+    assert "a bug" in str(late[0].result(10.0).error)
+    one.close()
