@@ -149,3 +149,15 @@ def test_who_arrives_while_an_engine_breaks_is_told_too() -> None:
     assert "a bug" in str(one.generate([[1]], max_new_tokens=1)[0].error)
     assert "a bug" in str(late[0].result(10.0).error)
     one.close()
+
+
+def test_a_copy_that_fails_costs_a_checkpoint_in_the_slower_tiers() -> None:
+    """As when the device has no memory for it."""
+    made = Rigged()
+    made.spoil = fails_once("read_pages")
+    with engine(programs=made, host_nbytes=2**20, creation=ENDS) as one:
+        assert one.generate([PROMPT], max_new_tokens=4)[0].outcome is Outcome.FINISHED
+        assert one.generate([[5] * 100], max_new_tokens=4)[0].outcome is Outcome.FINISHED
+        written = one.statistics()
+    assert written.unwritten == {"host": 1} and one.statistics().written["host"] >= 1
+    conserved(one)

@@ -159,7 +159,13 @@ class Writing:
         while self._queue and left:
             first = self._queue[0]
             size = self._programs.moved_pages * left
-            pieces = self._programs.read_pages(memory, first.numbers[:size])
+            try:
+                pieces = self._programs.read_pages(memory, first.numbers[:size])
+            except Exception:  # as when the device has no room for the pieces
+                self._queue.popleft()
+                self._unpin(first)
+                self._failed(first, tuple(first.lacking))
+                continue
             first.pieces += pieces
             first.numbers = first.numbers[size:]
             left -= len(pieces)
