@@ -295,3 +295,21 @@ def test_a_line_is_fitted_to_what_calls_took() -> None:
     falling.add(1.0, 5.0)
     falling.add(9.0, 1.0)
     assert falling.at(100.0) > 0
+
+
+@pytest.mark.parametrize("method", ["rows", "slot"])
+def test_a_load_that_breaks_is_computed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong on a loading thread, nobody waits for it."""
+    prompt = prompt_of(31)
+
+    def breaks(*args: Any) -> Any:
+        raise MemoryError("no room on the host")
+
+    with eager(host_nbytes=2**20) as made:
+        made.generate([prompt], max_new_tokens=2)
+        written(made)
+        forget_device(made)
+        monkeypatch.setattr(Portable, method, breaks)
+        again = made.submit(prompt, max_new_tokens=2).result(20.0)
+        assert not again.usage.cached and not assert_cold(prompt, again.tokens, 2)
+    conserved(made)
