@@ -313,3 +313,16 @@ def test_a_load_that_breaks_is_computed(method: str, monkeypatch: pytest.MonkeyP
         again = made.submit(prompt, max_new_tokens=2).result(20.0)
         assert not again.usage.cached and not assert_cold(prompt, again.tokens, 2)
     conserved(made)
+
+
+@pytest.mark.parametrize("method", ["page", "state"])
+def test_a_copy_that_breaks_is_counted(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*args: Any) -> Any:
+        raise MemoryError("no room on the host")
+
+    monkeypatch.setattr(Portable, method, breaks)
+    with eager(host_nbytes=2**20) as made:
+        made.generate([prompt_of(32)], max_new_tokens=2)
+        written(made)
+        assert made.statistics().unwritten == {"host": 2}
+    conserved(made)
