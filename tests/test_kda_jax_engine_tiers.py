@@ -326,3 +326,27 @@ def test_a_copy_that_breaks_is_counted(method: str, monkeypatch: pytest.MonkeyPa
         written(made)
         assert made.statistics().unwritten == {"host": 2}
     conserved(made)
+
+
+def test_a_search_that_nobody_waits_for_any_more_is_not_begun(
+    objects: MemoryObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that was slow for a while has no queue of old searches before it."""
+    monkeypatch.setattr("kda_jax.engine.slower.MOST", 0.05)
+    go, asked = threading.Event(), []
+    exists = objects.contains
+
+    def slow(keys: Sequence[str], timeout: float) -> list[bool]:
+        asked.append(keys)
+        go.wait(20.0)
+        return exists(keys, timeout)
+
+    monkeypatch.setattr(objects, "contains", slow)
+    with eager(remote=objects) as made:
+        streams = [made.submit(prompt_of(seed), max_new_tokens=1) for seed in range(12)]
+        for stream in streams:
+            assert stream.result(60.0).tokens
+        begun = len(asked)
+        go.set()
+        made._slower._searches.shutdown()
+        assert begun == 4 and len(asked) - begun <= 2 * 4, "of the four that had begun"
