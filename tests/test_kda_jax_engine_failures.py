@@ -161,3 +161,24 @@ def test_a_copy_that_fails_costs_a_checkpoint_in_the_slower_tiers() -> None:
         written = one.statistics()
     assert written.unwritten == {"host": 1} and one.statistics().written["host"] >= 1
     conserved(one)
+
+
+def test_a_turn_that_lets_go_of_a_checkpoint_is_followed_by_another() -> None:
+    """It may be the room that a request waits for, and nobody else wakes the engine."""
+    made = Rigged()
+    made.spoil = fails_once("read_pages")
+    with engine(programs=made, host_nbytes=2**20, creation=ENDS) as one:
+        one.generate([PROMPT], max_new_tokens=4)
+        writing = one._slower.writing
+
+        def turn() -> float | None:
+            for key in one._loop._held:
+                writing.add(key)
+            assert writing.waiting
+            made.spoil = fails_once("read_pages")
+            due = one._loop.turn()
+            assert not writing.waiting
+            return due
+
+        assert one._owner.ask(turn) is not None
+    conserved(one)

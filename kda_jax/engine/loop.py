@@ -117,8 +117,9 @@ class Loop:
         if work.chunks:
             tokens = sum(len(chunk.tokens) for chunk in work.chunks)
             self._slower.rates.prefill.add(float(tokens), now - start)
+        copies = self._slower.writing.waiting
         self._slower.writing.copy(self.execution.memory)
-        if not work.empty or self._slower.writing.waiting:
+        if not work.empty or copies:  # what was pinned for a copy may be the room that a request waits for
             return now
         deadlines = (asked.request.deadline for asked in self.asked.values())
         return min((at for at in (*deadlines, *self._searching.values()) if at is not None), default=None)
