@@ -20,7 +20,7 @@ from cache.retention import Creation, Kind
 from kda_jax.engine import Engine, Shared, cut
 from kda_jax.engine.portable import Portable
 from kda_jax.engine.programs import Lane
-from kda_jax.engine.rates import Line, Rates
+from kda_jax.engine.rates import TRIAL, Line, Rates
 from kda_jax.forward import prefill
 from measure import assert_close
 from transfer import DiskObjects, MemoryObjects, Read
@@ -350,3 +350,14 @@ def test_a_search_that_nobody_waits_for_any_more_is_not_begun(
         go.set()
         made._slower._searches.shutdown()
         assert begun == 4 and len(asked) - begun <= 2 * 4, "of the four that had begun"
+
+
+def test_a_store_that_was_slow_is_tried_again() -> None:
+    rates = Rates()
+    rates.prefill.add(1000.0, 1.0)
+    rates.search.add(1.0, 30.0)
+    tried = [rates.worth_searching(100) for _ in range(2 * TRIAL)]
+    assert tried.count(True) == 2 and not tried[0]
+    for _ in range(200):
+        rates.search.add(1.0, 0.001)
+    assert rates.worth_searching(100) and not rates.worth_searching(0)
