@@ -161,7 +161,7 @@ def test_sigterm_lets_requests_finish_or_says_so(
 
     assert serve([str(byte_model), "--drain", "0.1"], meet) == 0
     assert soon(lambda: ended == [(503, "draining")])
-    assert "stopped before every request had finished" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("kda_jax: stopped before every request had finished\n")
 
 
 def test_what_an_engine_is_started_with(
@@ -200,6 +200,7 @@ MISTAKES = [
     ("explain x --server SITE/nowhere", "no /nowhere/explain here"),
     ("explain x --server SITE --key-file TMP/list.json", "no key that this server takes"),
     ("explain x --server SITE --key-file TMP/key --tenant bob", "takes the key of an operator"),
+    ("explain x --server SITE --key-file TMP/keys", "must hold one key and nothing else"),
 ]
 
 
@@ -216,6 +217,7 @@ def test_a_mistake_is_one_line(
     (tmp_path / "keys.toml").write_text("")
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "key").write_text(f"{KEY}\n")
+    (tmp_path / "keys").write_text(f"{KEY}\n{KEY}\n")
     keys = Keys({KEY: Tenant("alice", "salt", False)})
     with socket.create_server(("127.0.0.1", 0)) as busy, running(EchoEngine(), keys=keys) as site:
         with socket.create_server(("127.0.0.1", 0)) as freed:
@@ -232,6 +234,7 @@ def test_a_mistake_is_one_line(
         assert run(line.split()) == 1
     err = capsys.readouterr().err
     assert words in err and err.splitlines()[-1].startswith("kda_jax: ") and "Traceback" not in err
+    assert KEY not in err
 
 
 def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,3 +135,50 @@ def test_an_engine_that_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFi
     assert not one.drain(0.0) or running.result(0.0)
     one.close()
     assert "the engine failed" in caplog.text
+
+
+def test_who_arrives_while_an_engine_breaks_is_told_too() -> None:
+    one = engine()
+    late = []
+
+    def broken(now: float) -> Any:
+        late.append(one.submit([1], max_new_tokens=1))
+        raise KeyError("a bug")
+
+    one._loop.scheduler.step = broken
+    assert "a bug" in str(one.generate([[1]], max_new_tokens=1)[0].error)
+    assert "a bug" in str(late[0].result(10.0).error)
+    one.close()
+
+
+def test_a_copy_that_fails_costs_a_checkpoint_in_the_slower_tiers() -> None:
+    """As when the device has no memory for it."""
+    made = Rigged()
+    made.spoil = fails_once("read_pages")
+    with engine(programs=made, host_nbytes=2**20, creation=ENDS) as one:
+        assert one.generate([PROMPT], max_new_tokens=4)[0].outcome is Outcome.FINISHED
+        assert one.generate([[5] * 100], max_new_tokens=4)[0].outcome is Outcome.FINISHED
+        written = one.statistics()
+    assert written.unwritten == {"host": 1} and one.statistics().written["host"] >= 1
+    conserved(one)
+
+
+def test_a_turn_that_lets_go_of_a_checkpoint_is_followed_by_another() -> None:
+    """It may be the room that a request waits for, and nobody else wakes the engine."""
+    made = Rigged()
+    made.spoil = fails_once("read_pages")
+    with engine(programs=made, host_nbytes=2**20, creation=ENDS) as one:
+        one.generate([PROMPT], max_new_tokens=4)
+        writing = one._slower.writing
+
+        def turn() -> float | None:
+            for key in one._loop._held:
+                writing.add(key)
+            assert writing.waiting
+            made.spoil = fails_once("read_pages")
+            due = one._loop.turn()
+            assert not writing.waiting
+            return due
+
+        assert one._owner.ask(turn) is not None
+    conserved(one)

@@ -14,6 +14,7 @@ import pytest
 from engine_site import CONFIG, SIZES, assert_cold, cold, conserved, engine
 from engine_storm import next_prompt, storm
 
+from cache import Store
 from cache.retention import Creation, Kind
 from kda_jax.engine import Closed, Engine, Outcome, Overloaded, Refused, Token
 from kda_jax.engine.explain import Explanation, Limit, TreeNode
@@ -265,3 +266,21 @@ def test_the_tree_is_plain_values(one: Engine) -> None:
     assert len(one.tree(most=3)) == 3 and {node.namespace for node in one.tree(most=2)} == {
         node.namespace for node in nodes
     }
+
+
+def test_what_is_held_is_not_gone_through_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where more boundaries have bytes than are remembered without, there is nothing to forget."""
+    monkeypatch.setattr("kda_jax.engine.loop.REMEMBERED", 2)
+    forgets, forget = [], Store.forget
+
+    def counted(store: Store, most: int) -> Store:
+        forgets.append(most)
+        return forget(store, most)
+
+    monkeypatch.setattr(Store, "forget", counted)
+    with engine(nbytes=2**20, creation=Creation(kinds=frozenset({Kind.PROMPT_END}))) as made:
+        for at in range(5):
+            made.generate([[at + 1] * 65], max_new_tokens=1)
+        assert made.statistics().remembered == 5 and len(forgets) <= 1
+        made.generate([[9] * 65], max_new_tokens=30)
+        assert len(forgets) <= 1

@@ -20,7 +20,7 @@ from cache.retention import Creation, Kind
 from kda_jax.engine import Engine, Shared, cut
 from kda_jax.engine.portable import Portable
 from kda_jax.engine.programs import Lane
-from kda_jax.engine.rates import Line, Rates
+from kda_jax.engine.rates import TRIAL, Line, Rates
 from kda_jax.forward import prefill
 from measure import assert_close
 from transfer import DiskObjects, MemoryObjects, Read
@@ -324,3 +324,69 @@ def test_a_prompt_is_read_beside_others_in_pieces_that_take_as_long_as_their_tok
     rates.step(128, 0, 0.0064)
     rates.step(512, 8, 0.010 + 0.0256)
     assert [rates.beside(rows, 64, 512) for rows in (1, 8, 30)] == [64, 128, 512]
+
+
+@pytest.mark.parametrize("method", ["rows", "slot"])
+def test_a_load_that_breaks_is_computed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong on a loading thread, nobody waits for it."""
+    prompt = prompt_of(31)
+
+    def breaks(*args: Any) -> Any:
+        raise MemoryError("no room on the host")
+
+    with eager(host_nbytes=2**20) as made:
+        made.generate([prompt], max_new_tokens=2)
+        written(made)
+        forget_device(made)
+        monkeypatch.setattr(Portable, method, breaks)
+        again = made.submit(prompt, max_new_tokens=2).result(20.0)
+        assert not again.usage.cached and not assert_cold(prompt, again.tokens, 2)
+    conserved(made)
+
+
+@pytest.mark.parametrize("method", ["page", "state"])
+def test_a_copy_that_breaks_is_counted(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*args: Any) -> Any:
+        raise MemoryError("no room on the host")
+
+    monkeypatch.setattr(Portable, method, breaks)
+    with eager(host_nbytes=2**20) as made:
+        made.generate([prompt_of(32)], max_new_tokens=2)
+        written(made)
+        assert made.statistics().unwritten == {"host": 2}
+    conserved(made)
+
+
+def test_a_search_that_nobody_waits_for_any_more_is_not_begun(
+    objects: MemoryObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that was slow for a while has no queue of old searches before it."""
+    monkeypatch.setattr("kda_jax.engine.slower.MOST", 0.05)
+    go, asked = threading.Event(), []
+    exists = objects.contains
+
+    def slow(keys: Sequence[str], timeout: float) -> list[bool]:
+        asked.append(keys)
+        go.wait(20.0)
+        return exists(keys, timeout)
+
+    monkeypatch.setattr(objects, "contains", slow)
+    with eager(remote=objects) as made:
+        streams = [made.submit(prompt_of(seed), max_new_tokens=1) for seed in range(12)]
+        for stream in streams:
+            assert stream.result(60.0).tokens
+        begun = len(asked)
+        go.set()
+        made._slower._searches.shutdown()
+        assert begun == 4 and len(asked) - begun <= 2 * 4, "of the four that had begun"
+
+
+def test_a_store_that_was_slow_is_tried_again() -> None:
+    rates = Rates()
+    rates.prefill.add(1000.0, 1.0)
+    rates.search.add(1.0, 30.0)
+    tried = [rates.worth_searching(100) for _ in range(2 * TRIAL)]
+    assert tried.count(True) == 2 and not tried[0]
+    for _ in range(200):
+        rates.search.add(1.0, 0.001)
+    assert rates.worth_searching(100) and not rates.worth_searching(0)

@@ -291,3 +291,17 @@ def test_an_engine_that_failed_is_no_healthy_server() -> None:
 def test_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="requests=0 must be above 0"):
         Limits(requests=0)
+
+
+def test_a_second_signal_stops_at_once_and_says_that_not_all_have_finished() -> None:
+    engine = EchoEngine()
+    engine.hold.clear()
+    with running(engine) as site:
+        stream = site.client().completions.create(model="tiny", prompt="ab", max_tokens=4, stream=True)
+        next(stream)
+        site.server.handle_exit(signal.SIGTERM, None)
+        assert not site.server.should_exit
+        site.server.handle_exit(signal.SIGTERM, None)
+        assert site.server.should_exit and not site.server.all_finished
+        engine.hold.set()
+        stream.close()

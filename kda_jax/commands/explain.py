@@ -36,7 +36,7 @@ def explain(
         body = {"prompt": prompt_file.read_text(encoding="utf-8")}
     if tenant is not None:
         body["tenant"] = tenant
-    found = _ask(server, body, None if key_file is None else key_file.read_text(encoding="utf-8").strip())
+    found = _ask(server, body, None if key_file is None else _key(key_file))
     if json:
         print(json_format.dumps(found, indent=1))
         return
@@ -54,6 +54,13 @@ def _body(file: Path) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise CommandError(f"{file} must hold a json object, got {type(body).__name__}")
     return body
+
+
+def _key(file: Path) -> str:
+    key = file.read_text(encoding="utf-8").strip()
+    if not key.isascii() or len(key.split()) != 1:
+        raise CommandError(f"{file} must hold one key and nothing else")
+    return key
 
 
 def _ask(server: str, body: dict[str, Any], key: str | None) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def serve(
         if taken.open:
             _say(f"no --keys: whoever reaches {host} is let in, and all share one cache")
         if not run(serving, bound, lambda url: print(f"serving {serving.name} on {url}", flush=True)):
-            _say("stopped before every request had finished; what was computed for them is checkpointed")
+            _say("stopped before every request had finished")
 
 
 def check_installed() -> None:

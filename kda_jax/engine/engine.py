@@ -317,6 +317,7 @@ class Engine:
         message = f"the engine failed: {type(error).__name__}: {error}"
         with self._lock:
             self._closed = message
+        self._owner.do_rest()  # who came before has arrived
         self._loop.end_all(message)
         self._idle.set()
 

@@ -58,7 +58,16 @@ class Loading:
         self, load: Load, namespace: bytes, timeout: float, loaded: Callable[[Load, Read], None]
     ) -> Future[None]:
         """Reads on a thread, and calls `loaded` there; reads from stores of objects end in `timeout` seconds."""
-        return self._threads.submit(lambda: loaded(load, self.read(load, namespace, timeout)))
+
+        def run() -> None:
+            try:
+                read = self.read(load, namespace, timeout)
+            except Exception:  # as when the host has no room: nobody waits for what never comes
+                tiers = {load.tier, *(source.tier for source in load.pages)} - {Tier.DEVICE}
+                read = Read(None, (), (), [(tier, None) for tier in sorted(tiers)], {})
+            loaded(load, read)
+
+        return self._threads.submit(run)
 
     def read(self, load: Load, namespace: bytes, timeout: float) -> Read:
         """Reads all of a load, or says what is lost. Never raises for what a tier does."""

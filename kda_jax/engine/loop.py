@@ -53,7 +53,7 @@ class Loop:
         self.tally = Tally()
         self.evicted: dict[bytes, float] = {}  # when it was seen, by key
         self._held: set[bytes] = set()
-        self._evictions, self._looked = 0, self.clock()
+        self._evictions, self._looked, self._remembered = 0, self.clock(), REMEMBERED
 
     def submit(
         self, request: Request, stream: Stream, choice: Choice, drafter: Drafter | None, submitted: float
@@ -116,8 +116,9 @@ class Loop:
             self.tally.step.add(now - start)
             tokens = sum(len(chunk.tokens) for chunk in work.chunks)
             self._slower.rates.step(tokens, len(work.rows), now - start)
+        copies = self._slower.writing.waiting
         self._slower.writing.copy(self.execution.memory)
-        if not work.empty or self._slower.writing.waiting:
+        if not work.empty or copies:  # what was pinned for a copy may be the room that a request waits for
             return now
         deadlines = (asked.request.deadline for asked in self.asked.values())
         return min((at for at in (*deadlines, *self._searching.values()) if at is not None), default=None)
@@ -243,8 +244,9 @@ class Loop:
         holder = self.scheduler.pool.holder
         if self.clock() > self._looked + LOOKS:
             self.note_evictions()
-        if len(holder.store.prompts.places) > 2 * REMEMBERED:
-            holder.update(lambda store: store.forget(REMEMBERED))
+        if len(holder.store.prompts.places) > self._remembered + REMEMBERED:
+            store = holder.update(lambda store: store.forget(REMEMBERED))
+            self._remembered = max(REMEMBERED, len(store.prompts.places))
 
     def _token(self, id: int, number: int, told: Token | None) -> None:
         asked = self.asked[id]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -57,6 +58,16 @@ class Owner:
                 if answer.done():
                     raise
         return answer.result() if answer.done() else call()
+
+    def do_rest(self) -> None:
+        """Does the calls that have come, on the thread, when one has failed: what others raise is not told."""
+        while True:
+            try:
+                call = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            with suppress(Exception):
+                call()
 
     def stop(self) -> None:
         """Ends the thread, after the calls that came before. A second time does nothing."""

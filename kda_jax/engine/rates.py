@@ -9,6 +9,8 @@ from cache.tier import Tier
 
 FADE = 0.95
 """What a measurement still counts when the next one comes."""
+TRIAL = 32
+"""Of this many searches that are not expected to pay one is made all the same: a store that was slow may be quick now."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class Rates:
         decode: seconds of steps without any, by their rows.
         loads: seconds of loads by their bytes, for each tier.
         search: seconds of searches; their size is 1.
+        declined: searches that were not expected to pay.
         state_nbytes, row_nbytes: bytes of a state, and of a token's latents.
     """
 
@@ -64,6 +67,7 @@ class Rates:
     decode: Line = field(default_factory=Line)
     loads: dict[Tier, Line] = field(default_factory=lambda: {tier: Line() for tier in Tier})
     search: Line = field(default_factory=Line)
+    declined: int = 0
 
     def step(self, tokens: int, rows: int, seconds: float) -> None:
         """A step took so long, with so many tokens of prefills and rows that decode."""
@@ -100,5 +104,10 @@ class Rates:
         return tokens * self.prefill.seconds / self.prefill.sizes if self.prefill.sizes else 0.0
 
     def worth_searching(self, tokens: int) -> bool:
-        """Whether a search that may save the computing of so many tokens is expected to pay."""
-        return tokens > 0 and (not self.prefill.count or self.search.at(1.0) < self.compute(tokens))
+        """Whether a search that may save the computing of so many tokens is expected to pay, or is due as a trial."""
+        if tokens <= 0:
+            return False
+        if not self.prefill.count or self.search.at(1.0) < self.compute(tokens):
+            return True
+        self.declined += 1
+        return self.declined % TRIAL == 0

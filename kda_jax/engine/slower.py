@@ -71,12 +71,15 @@ class Slower:
         return min(MOST, max(LEAST, known)) if known else MOST
 
     def search(self, request: Request, patience: float, found: Callable[[View | None], None]) -> None:
-        """Searches the stores for a prompt; posts `found`."""
+        """Searches the stores for a prompt; posts `found`, if a thread was free in time."""
+        until = monotonic() + patience
 
         def searched() -> None:
             start, view = monotonic(), None
+            if start >= until:  # nobody waits for it any more, and those behind it do
+                return
             try:
-                view = self.ask(request.namespace, request.tokens, patience)
+                view = self.ask(request.namespace, request.tokens, until - start)
             finally:
                 took = monotonic() - start
                 self._post(lambda: self._found(found, view, took))

@@ -159,7 +159,13 @@ class Writing:
         while self._queue and left:
             first = self._queue[0]
             size = self._programs.moved_pages * left
-            pieces = self._programs.read_pages(memory, first.numbers[:size])
+            try:
+                pieces = self._programs.read_pages(memory, first.numbers[:size])
+            except Exception:  # as when the device has no room for the pieces
+                self._queue.popleft()
+                self._unpin(first)
+                self._failed(first, tuple(first.lacking))
+                continue
             first.pieces += pieces
             first.numbers = first.numbers[size:]
             left -= len(pieces)
@@ -207,11 +213,11 @@ class Writing:
             boundary = len(copy.tokens)
             count = self._programs.layout.snapshot_pages(boundary)
             state = self._portable.state(boundary, pages[:count])
+            first = self._programs.layout.state_pages + 1
+            latents = {page: self._portable.page(pages[first + at]) for at, page in enumerate(copy.names)}
         except Exception:
             self._post(partial(self._failed, copy, tuple(copy.lacking)))
             return
-        first = self._programs.layout.state_pages + 1
-        latents = {page: self._portable.page(pages[first + at]) for at, page in enumerate(copy.names)}
         del pages
         if Tier.HOST in copy.lacking:
             mine = {page: latents[page] for page in copy.names if page in copy.lacking[Tier.HOST]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from kda_jax.engine import Token
@@ -22,7 +23,7 @@ def of_text(tokenizer: Tokenizer, tokens: Sequence[Token], top: int, start: int)
         start: characters of the completion before the first of them.
     """
     spelled = [tokenizer.decode([token.token]) for token in tokens]
-    offsets = [start + sum(map(len, spelled[:number])) for number in range(len(spelled))]
+    offsets = list(accumulate(map(len, spelled[:-1]), initial=start)) if spelled else []
     return {
         "tokens": spelled,
         "token_logprobs": [_number(token.logprob) for token in tokens],

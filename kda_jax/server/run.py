@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
         if self._draining is not None:
             self.should_exit = True
             return
-        self._serving.draining = True
+        self._serving.draining, self.all_finished = True, False
         self._draining = threading.Thread(target=self._drain, name="kda-jax drain", daemon=True)
         self._draining.start()
 
