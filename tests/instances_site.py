@@ -26,7 +26,7 @@ from kda_jax.forward import config_of, split
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ROOT / ".cache" / "jax"
-SLOTS, MAX_TOKENS, BUDGET, MEMORY_GB = 2, 2048, 128, 0.004
+SLOTS, MAX_TOKENS, BUDGET, MEMORY_GB = 2, 2048, 128, 0.001
 QUEUED = 8000
 LENGTH, COUNT, NEXT = 1500, 8, 30
 """Tokens of a conversation's first prompt, that a turn generates, and that the next turn adds. It is long, as loading
@@ -182,7 +182,7 @@ class Model:
         for attempt in range(10):
             choose, made, prompt = random.Random(f"{seed} {attempt}"), [], list(begun)
             while len(made) < turns:
-                prompt += choose.choices(range(256), k=NEXT if made else LENGTH - len(begun))
+                prompt += choose.choices(range(256), k=NEXT if made or begun else LENGTH)
                 made.append(Turn(list(prompt), cold(prompt, COUNT, self.programs)))
                 prompt += made[-1].alone.tokens
             if all(gap(turn.alone) > GAP for turn in made):
