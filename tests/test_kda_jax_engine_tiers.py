@@ -199,6 +199,25 @@ def test_latents_alone_fill_their_boundary_once_for_every_engine(objects: Memory
         assert finished.usage.cached == {"remote": 192} and not assert_cold(sibling, finished.tokens, 4)
 
 
+@pytest.mark.parametrize("lost", ["all", "checkpoints"])
+def test_what_a_store_has_lost_is_written_again(objects: MemoryObjects, lost: str) -> None:
+    """It was known to be there; a search finds that it is not, and whoever computes it anew writes it anew."""
+    prompt = prompt_of(7)
+    with eager(remote=objects) as made:
+        first = made.generate([prompt], max_new_tokens=6)[0]
+        written(made)
+        chain = KeyChain.start(NAMESPACE.digest(), 64)
+        states = [f"state/{chain.extend(prompt[:192]).key.hex()}"]
+        states.append(f"state/{chain.extend([*prompt, *first.tokens][:205]).key.hex()}")
+        assert objects.contains(states, 5.0) == [True, True]
+        objects.remove([*objects._place._values] if lost == "all" else states, 5.0)
+        forget_device(made)
+        again = made.generate([prompt], max_new_tokens=6)[0]
+        assert again.usage.cached == {} and again.tokens == first.tokens
+        written(made)
+        assert objects.contains(states, 5.0) == [True, True]
+
+
 def test_a_script_and_an_engine_read_each_others(objects: MemoryObjects) -> None:
     prompt, parts = prompt_of(3), (programs().graphdef, programs().params)
     shared = Shared(objects, NAMESPACE.digest(), page=64)
