@@ -118,7 +118,7 @@ def test_a_trace_is_read_with_whole_blocks_only(tmp_path: Path, name: str) -> No
     text = '{"timestamp": 1500, "input_length": 1100, "output_length": 3, "hash_ids": [7, 8, 9]}\n'
     path = tmp_path / name
     path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    assert read(path) == [Request(1.5, 1100, (7, 8))]
+    assert read(path) == [Request(1.5, 1100, (7, 8), 3)]
 
 
 @pytest.mark.parametrize("line", ["{", "{}", '{"timestamp": 0, "input_length": 600, "hash_ids": []}'])
