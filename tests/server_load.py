@@ -108,7 +108,9 @@ class Load:
 
 def hang_up(server: Instance, turn: Turn) -> None:
     """Asks for more than there is time for, and goes away."""
-    body = json.dumps({"model": "m", "prompt": turn.prompt, "max_tokens": 200, "temperature": 0, "stream": True})
+    body = json.dumps(
+        {"model": "m", "prompt": turn.prompt, "max_tokens": 200, "temperature": 0, "stream": True}
+    )
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -163,8 +165,11 @@ def main() -> None:
         for minute in range(int(asked.minutes) + 1):
             for server in servers:
                 held = process(server.pid)
-                print(f"{minute:4} min, server {server.pid}: {held.rss / MIB:.0f} MiB, {held.files} files, "
-                      f"{held.threads} threads", flush=True)
+                print(
+                    f"{minute:4} min, server {server.pid}: {held.rss / MIB:.0f} MiB, {held.files} files, "
+                    f"{held.threads} threads",
+                    flush=True,
+                )
             if minute < asked.minutes:
                 soak(load, 60.0, minute)
         print(dict(load.happened), load.wrong)

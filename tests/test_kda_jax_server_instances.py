@@ -116,11 +116,11 @@ def test_latents_alone_fill_their_boundary_once(site: Site) -> None:
         assert answer.cached == {}
         assert until(lambda: held() == [last]), held()
     for turns in conversations(site.model):
-        one.ask(turns[-1].prompt, 1)  # what it had of its own is evicted
-    sibling = site.model.conversation(next(SEEDS), 1, second.prompt[:last + 5])[0]
+        one.ask(turns[-1].prompt, 1)  # what it had of its own is evicted, to some part
+    sibling = site.model.conversation(next(SEEDS), 1, second.prompt[: last + 5])[0]
     answer = one.ask(sibling.prompt, COUNT)
     site.model.check(sibling, answer)
-    assert answer.cached == {"remote": last}
+    assert answer.cached["remote"] and sum(answer.cached.values()) == last
 
 
 def reuse_comes_back(site: Site) -> None:
@@ -176,7 +176,6 @@ def test_an_overload_is_shed_and_leaves_nothing_behind(site: Site) -> None:
     assert not load.wrong, load.wrong
     assert load.happened["429"] > load.happened["answers"] > 20
     for server, was in zip(site.servers, before):
-        assert until(lambda: process(server.pid).files <= was.files + 2), server.said()
         now = process(server.pid)
-        print(was, now, load.happened)
+        assert now.files <= was.files + 2, (was, now)
         assert now.threads <= was.threads + 2 and now.rss <= was.rss + 32 * MIB, (was, now)
