@@ -174,7 +174,9 @@ class Model:
     def __init__(self, folder: Path) -> None:
         parts = split(kda_jax.load(folder))
         sizes = {"nbytes": int(MEMORY_GB * GB), "num_slots": SLOTS + 1, "max_tokens": MAX_TOKENS}
-        self.programs = Programs(parts, Layout.within(config_of(parts), np.float32, **sizes), most_tokens=BUDGET)
+        self.programs = Programs(
+            parts, Layout.within(config_of(parts), np.float32, **sizes), most_tokens=BUDGET
+        )
         self.folder, self.tokenizer = folder, kda_jax.load_tokenizer(folder)
 
     def conversation(self, seed: int, turns: int = 2, begun: Sequence[int] = ()) -> list[Turn]:

@@ -10,12 +10,11 @@ import argparse
 import json
 import random
 import socket
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from time import monotonic, sleep
@@ -23,7 +22,11 @@ from typing import NamedTuple
 
 from instances_site import Answer, Instance, Model, Turn
 
+from transfer.mooncake.local import LocalMooncake
+
 MIB = 1 << 20
+AT_ONCE = 70
+"""Requests of a burst: two run and four or five wait, the others are too many."""
 
 
 class Process(NamedTuple):
@@ -53,11 +56,11 @@ class Load:
 
     def __init__(self, model: Model, servers: list[Instance], conversations: Sequence[list[Turn]]) -> None:
         self.servers, self.happened, self.wrong = servers, Counter[str](), list[str]()
-        self._model, self._conversations, self._stop = model, conversations, threading.Event()
+        self.conversations, self._model, self._stop = conversations, model, threading.Event()
 
     def one(self, choose: random.Random) -> None:
         """One turn, the next one of a conversation or any."""
-        conversation = choose.choice(self._conversations)
+        conversation = choose.choice(self.conversations)
         for turn in conversation[: choose.randint(1, len(conversation))]:
             server = choose.choice(self.servers)
             try:
@@ -68,12 +71,21 @@ class Load:
                 else:
                     self.wrong.append(f"{server.address}: {error!r}")
                 return
-            try:
-                self._model.check(turn, answer)
-            except AssertionError as error:
-                self.wrong.append(f"{server.address}: {error}")
-            self.happened["answers"] += 1
-            self.happened.update({f"tokens from {tier}": count for tier, count in answer.cached.items()})
+            self.note(server, turn, answer)
+
+    def note(self, server: Instance, turn: Turn, answer: Answer) -> None:
+        """Checks an answer: the right tokens, or that there was too much to do."""
+        if answer.status == 429:
+            self.happened["429"] += 1
+            if not (answer.retry_after or "").isdecimal():
+                self.wrong.append(f"{server.address}: 429 without a time to come again")
+            return
+        try:
+            self._model.check(turn, answer)
+        except AssertionError as error:
+            self.wrong.append(f"{server.address}: {error}")
+        self.happened["answers"] += 1
+        self.happened.update({f"tokens from {tier}": count for tier, count in answer.cached.items()})
 
     def _go_on(self, seed: int, pause: float) -> None:
         choose = random.Random(seed)
@@ -81,7 +93,7 @@ class Load:
             self.one(choose)
 
     @contextmanager
-    def running(self, threads: int = 3, pause: float = 0.1) -> Iterator[None]:
+    def running(self, threads: int = 3, pause: float = 0.4) -> Iterator[None]:
         """Goes on until the block ends."""
         self._stop.clear()
         with ThreadPoolExecutor(threads) as pool:
@@ -96,7 +108,9 @@ class Load:
 
 def hang_up(server: Instance, turn: Turn) -> None:
     """Asks for more than there is time for, and goes away."""
-    body = json.dumps({"model": "m", "prompt": turn.prompt, "max_tokens": 200, "temperature": 0, "stream": True})
+    body = json.dumps(
+        {"model": "m", "prompt": turn.prompt, "max_tokens": 200, "temperature": 0, "stream": True}
+    )
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -122,3 +136,44 @@ def until(true: Callable[[], bool], within: float = 60.0) -> bool:
     while not (found := true()) and monotonic() < deadline:
         sleep(0.05)
     return found
+
+
+def soak(load: Load, seconds: float, seed: int = 0) -> None:
+    """Servers under load, beside clients that hang up and bursts of ten times what fits."""
+    choose, end = random.Random(seed), monotonic() + seconds
+    with load.running():
+        while monotonic() < end:
+            server = choose.choice(load.servers)
+            hang_up(server, choose.choice(load.conversations)[0])
+            asked = [choose.choice(turns)[0] for turns in [load.conversations] * AT_ONCE]
+            for turn, answer in zip(asked, burst(server, asked)):
+                load.note(server, turn, answer)
+            sleep(0.2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--model", type=Path, required=True, help="a folder; the test's `byte_model`")
+    asked = parser.parse_args()
+    with LocalMooncake(segment_bytes=64 * MIB) as mooncake, ExitStack() as closing:
+        store = f"mooncake:{mooncake.address}"
+        servers = [closing.enter_context(Instance(asked.model, store)) for _ in range(2)]
+        model = Model(asked.model)
+        load = Load(model, servers, [model.conversation(seed) for seed in range(12)])
+        soak(load, 10.0)
+        for minute in range(int(asked.minutes) + 1):
+            for server in servers:
+                held = process(server.pid)
+                print(
+                    f"{minute:4} min, server {server.pid}: {held.rss / MIB:.0f} MiB, {held.files} files, "
+                    f"{held.threads} threads",
+                    flush=True,
+                )
+            if minute < asked.minutes:
+                soak(load, 60.0, minute)
+        print(dict(load.happened), load.wrong)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ import jitted
 import numpy as np
 import optax
 import pytest
+import two_instances
 import typer
 from flax import nnx
 from safetensors.numpy import load_file
@@ -25,7 +26,6 @@ import kda_jax
 import linen_bridge
 import recall
 import train_tiny
-import two_instances
 from kda_jax import Model, split
 from tiny_lm import corpus, optimizer
 from tiny_lm.plan import Phase, Plan
@@ -239,8 +239,15 @@ def test_a_conversation_goes_on_in_another_process(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     first, second = two_instances.run(count=6)
     assert (first.restored, second.restored) == (0, first.prompt + 6 - 1)
-    model, tokenizer = kda_jax.load(two_instances.MODEL, dtype="float32"), kda_jax.load_tokenizer(two_instances.MODEL)
-    text = [*tokenizer.encode(two_instances.TURNS[0]), *first.tokens, *tokenizer.encode(two_instances.TURNS[1])]
+    model, tokenizer = (
+        kda_jax.load(two_instances.MODEL, dtype="float32"),
+        kda_jax.load_tokenizer(two_instances.MODEL),
+    )
+    text = [
+        *tokenizer.encode(two_instances.TURNS[0]),
+        *first.tokens,
+        *tokenizer.encode(two_instances.TURNS[1]),
+    ]
     assert second.tokens == kda_jax.generate(model, text, max_new_tokens=6).tokens
 
 

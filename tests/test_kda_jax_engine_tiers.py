@@ -17,6 +17,7 @@ from engine_storm import Eager
 
 from cache import KeyChain, Tier
 from cache.retention import Creation, Kind
+from cache.tiers import page_name
 from kda_jax.engine import Engine, Shared, cut
 from kda_jax.engine.portable import Portable
 from kda_jax.engine.programs import Lane
@@ -210,7 +211,8 @@ def test_what_a_store_has_lost_is_written_again(objects: MemoryObjects, lost: st
         states = [f"state/{chain.extend(prompt[:192]).key.hex()}"]
         states.append(f"state/{chain.extend([*prompt, *first.tokens][:205]).key.hex()}")
         assert objects.contains(states, 5.0) == [True, True]
-        objects.remove([*objects._place._values] if lost == "all" else states, 5.0)
+        pages = [page_name(page) for page in chain.extend(prompt).added]
+        objects.remove([*states, *pages] if lost == "all" else states, 5.0)
         forget_device(made)
         again = made.generate([prompt], max_new_tokens=6)[0]
         assert again.usage.cached == {} and again.tokens == first.tokens

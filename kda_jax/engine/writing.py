@@ -84,7 +84,8 @@ class Writing:
         self._portable = Portable(programs.layout)
         self._host = (Tier.HOST,) if Tier.HOST in holder.store.shelves else ()
         self._queue: deque[Copy] = deque()
-        self._known: dict[Tier, OrderedDict[str, None]] = {tier: OrderedDict() for tier in stores}
+        self._known: dict[Tier, OrderedDict[str, int]] = {tier: OrderedDict() for tier in stores}
+        self._calls = 0  # of `found`, which are what time is measured in there
         self._backgrounds = {tier: Background(PLACES) for tier in (Tier.HOST, *stores)} if self.tiers else {}
         self._outstanding = 0
         self.written: Counter[str] = Counter()
@@ -143,17 +144,20 @@ class Writing:
         self._queue.append(Copy(key, place.namespace, tokens, numbers, copied, lacking, known))
 
     def _lacking(self, key: bytes, pages: Sequence[bytes]) -> list[Tier]:
-        """Tiers that are not known to hold a checkpoint. What has lost a page of it may have lost its state too."""
-        shelves, names = self._holder.store.shelves, [state_name(key), *map(page_name, pages)]
+        """Tiers that are not known to hold a checkpoint."""
+        shelves = self._holder.store.shelves
         return [
             tier
             for tier in self.tiers
-            if not (
-                key in shelves[tier].states
-                if tier in self._host
-                else all(name in self._known[tier] for name in names)
-            )
+            if not (key in shelves[tier].states if tier in self._host else self._holds(tier, key, pages))
         ]
+
+    def _holds(self, tier: Tier, key: bytes, pages: Sequence[bytes]) -> bool:
+        """Whether a store is known to hold a checkpoint. One that it held before a page of it may be lost: a store that
+        loses all gets the pages again with the first checkpoint that is computed anew."""
+        known = self._known[tier]
+        since = known.get(state_name(key))
+        return since is not None and all(known.get(page_name(page), since + 1) <= since for page in pages)
 
     def copy(self, memory: Memory) -> None:
         """Has a few pages copied, without waiting for them."""
@@ -182,8 +186,9 @@ class Writing:
         known = self._known.get(tier)
         if known is None:
             return
+        self._calls += 1
         for each in there:
-            known[each] = None
+            known[each] = self._calls
             known.move_to_end(each)
         for each in gone:
             known.pop(each, None)
