@@ -11,7 +11,8 @@ import pytest
 from engine_site import assert_cold, conserved, engine, programs
 
 from cache.retention import Creation, Kind
-from kda_jax.engine import Closed, Outcome, Programs
+from kda_jax.engine import Closed, Memory, Outcome, Programs
+from kda_jax.engine.execution import Execution
 
 ENDS = Creation(kinds=frozenset({Kind.PROMPT_END, Kind.GENERATION_END}))
 PROMPT = [3] * 100
@@ -106,6 +107,23 @@ def test_memory_that_is_lost_is_made_anew(where: str) -> None:
         assert not assert_cold(PROMPT, again.tokens, 4)
         assert one.statistics().memory_lost == 1
     conserved(one)
+
+
+def test_another_memory_has_the_room_of_the_one_that_was_lost() -> None:
+    """Where a pool takes most of a device there is no room for two."""
+    made = Rigged()
+    execution, empty, gone = Execution(made, {}), made.empty, []
+    before = jax.tree.leaves(execution.memory)
+
+    def counted() -> Memory:
+        gone.extend(leaf.is_deleted() for leaf in before)
+        return empty()
+
+    made.empty = counted
+    before[0].delete()
+    execution.reset()
+    assert len(gone) == len(before) and all(gone)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(execution.memory))
 
 
 def test_a_snapshot_that_fails_costs_a_checkpoint() -> None:
