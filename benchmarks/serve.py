@@ -105,7 +105,15 @@ def measure(
 ) -> dict[str, Any]:
     """One record: the load against the servers of a case."""
     longest = max(len(asked.tokens) + asked.max_tokens for asked in load) + 64
-    options = ["--dtype", "float32", "--max-tokens", str(longest), "--compiled", str(folder / "compiled"), *case.options]
+    options = [
+        "--dtype",
+        "float32",
+        "--max-tokens",
+        str(longest),
+        "--compiled",
+        str(folder / "compiled"),
+        *case.options,
+    ]
     title = f"{case.instances} x cache {case.cache}"
     with ExitStack() as stack:
         log(f"{title}: starting")

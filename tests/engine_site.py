@@ -49,9 +49,10 @@ class Cold(NamedTuple):
     logits: np.ndarray
 
 
-def cold(prompt: Sequence[int], count: int) -> Cold:
-    """What a prompt alone makes, in a memory without a past."""
-    made, size = programs(), SIZES["budget"]
+def cold(prompt: Sequence[int], count: int, made: Programs | None = None) -> Cold:
+    """What a prompt alone makes, in a memory without a past; with the small model's programs if none are given."""
+    made = made or programs()
+    size = made.chunks[-1]
     prompt, memory = list(prompt), made.empty()
     memory = made.zero(memory, 1)
     pages = range(1, 1 + made.layout.table_width)

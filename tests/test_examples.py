@@ -25,10 +25,14 @@ import kda_jax
 import linen_bridge
 import recall
 import train_tiny
+import two_instances
 from kda_jax import Model, split
 from tiny_lm import corpus, optimizer
 from tiny_lm.plan import Phase, Plan
 from tiny_lm.train import Run, Trainee, read_losses
+from transfer import Unavailable
+from transfer.mooncake import MooncakeSettings
+from transfer.mooncake.library import load as load_mooncake
 
 TASK = recall.Task(pairs=2, keys=4, values=4)
 MODEL = dict(
@@ -224,6 +228,20 @@ def test_a_turn_of_a_conversation_computes_its_new_lines_alone() -> None:
     turns = conversation.run(count=6)
     assert [turn.cached for turn in turns[:3]] == [0, *(turn.prompt + 6 - 1 for turn in turns[:2])]
     assert turns[3].cached == turns[2].cached
+
+
+def test_a_conversation_goes_on_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        load_mooncake(MooncakeSettings())
+    except Unavailable as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(jax.config.jax_compilation_cache_dir))  # pyright: ignore
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    first, second = two_instances.run(count=6)
+    assert (first.restored, second.restored) == (0, first.prompt + 6 - 1)
+    model, tokenizer = kda_jax.load(two_instances.MODEL, dtype="float32"), kda_jax.load_tokenizer(two_instances.MODEL)
+    text = [*tokenizer.encode(two_instances.TURNS[0]), *first.tokens, *tokenizer.encode(two_instances.TURNS[1])]
+    assert second.tokens == kda_jax.generate(model, text, max_new_tokens=6).tokens
 
 
 def test_prompts_are_explained() -> None:

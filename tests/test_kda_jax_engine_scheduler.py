@@ -501,3 +501,22 @@ def test_drafts_take_free_pages_and_no_checkpoint() -> None:
     engine.run()
     assert engine.tokens[2] == made
     engine.check_rest()
+
+
+def test_who_decodes_waits_for_no_more_of_a_prefill_than_is_said() -> None:
+    """Alone a prompt is read by the budget; beside a row by what `beside` allows for it."""
+    engine, asked = Engine(budget=16), []
+
+    def beside(rows: int, grid: int, budget: int) -> int:
+        asked.append((rows, grid, budget))
+        return 8
+
+    def chunk() -> int:
+        work = engine.scheduler.step(0.0, beside)
+        engine.finish(work)
+        return sum(len(each.tokens) for each in work.chunks)
+
+    engine.scheduler.submit(request(0, prompt(3), 20))
+    engine.scheduler.submit(request(1, prompt(40, seed=1), 1))
+    assert [chunk() for _ in range(4)] == [3 + 12, 8, 8, 8]
+    assert asked == [(1, 4, 16)] * 3

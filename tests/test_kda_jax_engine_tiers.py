@@ -145,6 +145,24 @@ def test_what_the_device_forgot_comes_back_from_a_slower_tier(
         conserved(made)
 
 
+def test_what_waits_to_be_copied_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(9)
+    monkeypatch.setattr("kda_jax.engine.writing.PIECES", 0)
+    with eager(host_nbytes=2**20) as made:
+        first = made.generate([prompt], max_new_tokens=4)[0]
+        turn = [*prompt, *first.tokens, 1]
+        while made.explain(turn).boundary < 203:  # the end of the generation is saved a step later
+            time.sleep(0.005)
+        made._owner.ask(lambda: made._loop.scheduler.pool.room(10**6, 0.0))
+        assert made.explain(turn).latents == {"device": 203}
+        monkeypatch.setattr("kda_jax.engine.writing.PIECES", 1)
+        written(made)
+        made._owner.ask(lambda: made._loop.scheduler.pool.room(10**6, 0.0))
+        second = made.generate([turn], max_new_tokens=4)[0]
+        assert second.usage.cached == {"host": 203} and not assert_cold(turn, second.tokens, 4)
+    conserved(made)
+
+
 def test_an_engine_goes_on_where_another_ended(objects: MemoryObjects) -> None:
     """At the end of the last generation, and not of its prompt; from many conversations, whose tokens stay theirs."""
     prompts = [prompt_of(seed, length) for seed, length in enumerate([1, 63, 64, 65, 130, 200, 256])]
@@ -179,6 +197,25 @@ def test_latents_alone_fill_their_boundary_once_for_every_engine(objects: Memory
         sibling = [*prompt[:197], 5]
         finished = third.generate([sibling], max_new_tokens=4)[0]
         assert finished.usage.cached == {"remote": 192} and not assert_cold(sibling, finished.tokens, 4)
+
+
+@pytest.mark.parametrize("lost", ["all", "checkpoints"])
+def test_what_a_store_has_lost_is_written_again(objects: MemoryObjects, lost: str) -> None:
+    """It was known to be there; a search finds that it is not, and whoever computes it anew writes it anew."""
+    prompt = prompt_of(7)
+    with eager(remote=objects) as made:
+        first = made.generate([prompt], max_new_tokens=6)[0]
+        written(made)
+        chain = KeyChain.start(NAMESPACE.digest(), 64)
+        states = [f"state/{chain.extend(prompt[:192]).key.hex()}"]
+        states.append(f"state/{chain.extend([*prompt, *first.tokens][:205]).key.hex()}")
+        assert objects.contains(states, 5.0) == [True, True]
+        objects.remove([*objects._place._values] if lost == "all" else states, 5.0)
+        forget_device(made)
+        again = made.generate([prompt], max_new_tokens=6)[0]
+        assert again.usage.cached == {} and again.tokens == first.tokens
+        written(made)
+        assert objects.contains(states, 5.0) == [True, True]
 
 
 def test_a_script_and_an_engine_read_each_others(objects: MemoryObjects) -> None:
@@ -295,6 +332,17 @@ def test_a_line_is_fitted_to_what_calls_took() -> None:
     falling.add(1.0, 5.0)
     falling.add(9.0, 1.0)
     assert falling.at(100.0) > 0
+
+
+def test_a_prompt_is_read_beside_others_in_pieces_that_take_as_long_as_their_tokens() -> None:
+    """A row takes 1 ms and a step 2; a token of a prefill takes 0.05 ms, and steps of both count for prefills too."""
+    rates = Rates()
+    assert rates.beside(8, 64, 512) == 64, "before anything was measured"
+    for rows in (1, 8):
+        rates.step(0, rows, 0.002 + 0.001 * rows)
+    rates.step(128, 0, 0.0064)
+    rates.step(512, 8, 0.010 + 0.0256)
+    assert [rates.beside(rows, 64, 512) for rows in (1, 8, 30)] == [64, 128, 512]
 
 
 @pytest.mark.parametrize("method", ["rows", "slot"])

@@ -1,4 +1,4 @@
-"""`bench ops`, `model`, `cache`, `transfer`, `serve` and `import`: the benchmarks beside the package in a checkout."""
+"""`bench`: the benchmarks beside the package in a checkout."""
 
 from __future__ import annotations
 
@@ -88,6 +88,12 @@ def import_(
 ) -> None:
     """Load a random checkpoint in Kimi K3's layout: peak of memory, and time beside a plain read."""
     _run("importing", json, gb=gb, shards=shards, quick=quick)
+
+
+@bench.command()
+def engine(json: Json = None, quick: Quick = False) -> None:
+    """Time first and later tokens of the engine, with the cache and without, alone and beside a long prompt."""
+    _run("engine", json, quick=quick)
 
 
 @bench.command()

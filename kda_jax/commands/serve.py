@@ -127,11 +127,15 @@ def check_installed() -> None:
 
 
 def keep_compiled(folder: Path) -> None:
-    """Has JAX keep compiled programs in a folder, unless it was told of another: the next start is quicker."""
+    """Has JAX keep compiled programs in a folder, unless it was told of another: the next start compiles none.
+
+    Quick ones too, which it would leave out by itself: there are few, and together they take seconds.
+    """
     import jax
 
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         jax.config.update("jax_compilation_cache_dir", str(folder.expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def start(folder: Path, model: Model, **options: Any) -> tuple[Engine, str]:

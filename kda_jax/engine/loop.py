@@ -106,7 +106,7 @@ class Loop:
             when the next one is due if nothing happens before: now if there is more to do, None for never.
         """
         self._give_up_searches()
-        work = self.scheduler.step(self.clock())
+        work = self.scheduler.step(self.clock(), self._slower.rates.beside)
         self._tell()
         start = self.clock()
         self._note(work)
@@ -114,9 +114,8 @@ class Loop:
         now = self.clock()
         if not work.empty:
             self.tally.step.add(now - start)
-        if work.chunks:
             tokens = sum(len(chunk.tokens) for chunk in work.chunks)
-            self._slower.rates.prefill.add(float(tokens), now - start)
+            self._slower.rates.step(tokens, len(work.rows), now - start)
         copies = self._slower.writing.waiting
         self._slower.writing.copy(self.execution.memory)
         if not work.empty or copies:  # what was pinned for a copy may be the room that a request waits for

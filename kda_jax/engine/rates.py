@@ -50,10 +50,11 @@ class Line:
 
 @dataclass(slots=True)
 class Rates:
-    """What is measured: prefills by their tokens, loads of each tier by their bytes, searches in stores.
+    """What is measured: prefills by their tokens, decoding by its rows, loads of each tier by their bytes, searches.
 
     Attributes:
         prefill: seconds of steps by the tokens of their prefills.
+        decode: seconds of steps without any, by their rows.
         loads: seconds of loads by their bytes, for each tier.
         search: seconds of searches; their size is 1.
         declined: searches that were not expected to pay.
@@ -63,9 +64,27 @@ class Rates:
     state_nbytes: int = 0
     row_nbytes: int = 0
     prefill: Line = field(default_factory=Line)
+    decode: Line = field(default_factory=Line)
     loads: dict[Tier, Line] = field(default_factory=lambda: {tier: Line() for tier in Tier})
     search: Line = field(default_factory=Line)
     declined: int = 0
+
+    def step(self, tokens: int, rows: int, seconds: float) -> None:
+        """A step took so long, with so many tokens of prefills and rows that decode."""
+        if tokens:
+            self.prefill.add(
+                float(tokens), max(0.0, seconds - self.decode.at(float(rows)) if rows else seconds)
+            )
+        elif rows:
+            self.decode.add(float(rows), seconds)
+
+    def beside(self, rows: int, grid: int, most: int) -> int:
+        """Tokens of prefills, a multiple of `grid` and `most` at most, that take no longer than as many rows: who
+        decodes waits twice as long for a token while a prompt is read, and not as long as a step can be."""
+        tokens, patience = grid, self.decode.at(float(rows))
+        while 2 * tokens <= most and 0.0 < self.prefill.at(2.0 * tokens) <= patience:
+            tokens *= 2
+        return tokens
 
     def seconds(self, plan: ResumePlan, num_tokens: int) -> float:
         """What a request takes up to its first token, if it starts by this plan: all its tiers are read at once."""

@@ -10,7 +10,8 @@ and the next is first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from cache.holder import Holder
 from cache.placement import Placed
@@ -25,6 +26,8 @@ from kda_jax.engine.pool import Pool
 from kda_jax.engine.request import Live, Outcome, Overloaded, Refused, Request, Stage
 from kda_jax.engine.sizes import Sizes
 from kda_jax.engine.work import Chunk, Ended, Report, Results, Row, Sampled, Snapshot, Work
+
+Beside: TypeAlias = Callable[[int, int, int], int]
 
 
 class Scheduler:
@@ -111,11 +114,13 @@ class Scheduler:
             self._save(live, now)
         self._sweep()
 
-    def step(self, now: float) -> Work:
+    def step(self, now: float, beside: Beside | None = None) -> Work:
         """The next step. While it is not `done` there is no other.
 
         Args:
             now: seconds, on the clock of the deadlines.
+            beside: most tokens of prefills in a step with rows that decode, of their number, the grid and the budget;
+                None for the budget alone.
         """
         assert self.in_flight is None, "a step is in flight"
         self._expire(now)
@@ -124,7 +129,10 @@ class Scheduler:
         zeros, restores, loads = admit(self.holdings, self.creation, self._seconds, now)
         rows = [row for row in rows if self.live[row.id].stage is Stage.DECODING]  # others were preempted
         rows = with_drafts(self.holdings, rows)
-        chunks = self._chunks(self.sizes.budget - sum(1 + len(row.drafts) for row in rows), now)
+        left = self.sizes.budget - sum(1 + len(row.drafts) for row in rows)
+        if rows and beside is not None:
+            left = min(left, beside(len(rows), self.sizes.grid, self.sizes.budget))
+        chunks = self._chunks(left, now)
         snapshots = tuple(self._snapshot(live) for live in self.holdings.ordered(Stage.SAVING))
         work = Work(snapshots, zeros, restores, chunks, rows, loads)
         for each in (*snapshots, *restores, *chunks, *rows, *loads):

@@ -124,7 +124,7 @@ class Writing:
             tier: frozenset(store.prompts.lacks(key, tier))
             if tier in self._host
             else frozenset(page for page in names if page_name(page) not in self._known[tier])
-            for tier in self._lacking(key)
+            for tier in self._lacking(key, names)
         }
         if not lacking:
             return
@@ -142,14 +142,16 @@ class Writing:
         self._outstanding += len(lacking)
         self._queue.append(Copy(key, place.namespace, tokens, numbers, copied, lacking, known))
 
-    def _lacking(self, key: bytes) -> list[Tier]:
-        """Tiers that are not known to hold a checkpoint."""
-        shelves = self._holder.store.shelves
+    def _lacking(self, key: bytes, pages: Sequence[bytes]) -> list[Tier]:
+        """Tiers that are not known to hold a checkpoint. What has lost a page of it may have lost its state too."""
+        shelves, names = self._holder.store.shelves, [state_name(key), *map(page_name, pages)]
         return [
             tier
             for tier in self.tiers
             if not (
-                key in shelves[tier].states if tier in self._host else state_name(key) in self._known[tier]
+                key in shelves[tier].states
+                if tier in self._host
+                else all(name in self._known[tier] for name in names)
             )
         ]
 

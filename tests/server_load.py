@@ -1,0 +1,124 @@
+"""Those who talk to servers all the time: they check each answer, and note what failed.
+
+`python tests/server_load.py --minutes 60` is a soak: two servers, a Mooncake, clients that hang up and bursts of more
+than fits; it prints each server's memory, file descriptors and threads from time to time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import socket
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from time import monotonic, sleep
+from typing import NamedTuple
+
+from instances_site import Answer, Instance, Model, Turn
+
+MIB = 1 << 20
+
+
+class Process(NamedTuple):
+    """What a process holds: resident bytes, open files, threads."""
+
+    rss: int
+    files: int
+    threads: int
+
+
+def process(pid: int) -> Process:
+    """What a process holds now."""
+    folder = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    rss = int(status["VmRSS"].split()[0]) << 10
+    return Process(rss, len(list((folder / "fd").iterdir())), int(status["Threads"]))
+
+
+class Load:
+    """Threads that take conversations turn by turn, each turn at a server that is drawn.
+
+    Attributes:
+        servers: that are asked; whoever replaces one that was killed puts another in its place.
+        happened: what, and how often.
+        wrong: what no server that lives may do.
+    """
+
+    def __init__(self, model: Model, servers: list[Instance], conversations: Sequence[list[Turn]]) -> None:
+        self.servers, self.happened, self.wrong = servers, Counter[str](), list[str]()
+        self._model, self._conversations, self._stop = model, conversations, threading.Event()
+
+    def one(self, choose: random.Random) -> None:
+        """One turn, the next one of a conversation or any."""
+        conversation = choose.choice(self._conversations)
+        for turn in conversation[: choose.randint(1, len(conversation))]:
+            server = choose.choice(self.servers)
+            try:
+                answer = server.ask(turn.prompt, len(turn.alone.tokens))
+            except (OSError, HTTPException) as error:
+                if server.killed:
+                    self.happened["died with its server"] += 1
+                else:
+                    self.wrong.append(f"{server.address}: {error!r}")
+                return
+            try:
+                self._model.check(turn, answer)
+            except AssertionError as error:
+                self.wrong.append(f"{server.address}: {error}")
+            self.happened["answers"] += 1
+            self.happened.update({f"tokens from {tier}": count for tier, count in answer.cached.items()})
+
+    def _go_on(self, seed: int, pause: float) -> None:
+        choose = random.Random(seed)
+        while not self._stop.wait(pause):
+            self.one(choose)
+
+    @contextmanager
+    def running(self, threads: int = 3, pause: float = 0.1) -> Iterator[None]:
+        """Goes on until the block ends."""
+        self._stop.clear()
+        with ThreadPoolExecutor(threads) as pool:
+            futures = [pool.submit(self._go_on, seed, pause) for seed in range(threads)]
+            try:
+                yield
+            finally:
+                self._stop.set()
+        for future in futures:
+            future.result()
+
+
+def hang_up(server: Instance, turn: Turn) -> None:
+    """Asks for more than there is time for, and goes away."""
+    body = json.dumps({"model": "m", "prompt": turn.prompt, "max_tokens": 200, "temperature": 0, "stream": True})
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        connection.recv(100)
+
+
+def burst(server: Instance, turns: Sequence[Turn]) -> list[Answer]:
+    """All at once."""
+    with ThreadPoolExecutor(len(turns)) as pool:
+        return list(pool.map(lambda turn: server.ask(turn.prompt, len(turn.alone.tokens)), turns))
+
+
+def idle(server: Instance) -> bool:
+    """Whether nothing is left of any request."""
+    states = ("waiting", "loading", "running")
+    return not any(server.number(f'kda_requests{{state="{state}"}}') for state in states)
+
+
+def until(true: Callable[[], bool], within: float = 60.0) -> bool:
+    """Whether something becomes true."""
+    deadline = monotonic() + within
+    while not (found := true()) and monotonic() < deadline:
+        sleep(0.05)
+    return found
