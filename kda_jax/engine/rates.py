@@ -10,7 +10,7 @@ from cache.tier import Tier
 FADE = 0.95
 """What a measurement still counts when the next one comes."""
 TRIAL = 32
-"""Of this many searches that are not expected to pay one is made all the same: a store that was slow may be quick now."""
+"""Of so many searches that are not expected to pay one is made all the same: a store that was slow may be quick now."""
 
 
 @dataclass(slots=True)
