@@ -141,7 +141,7 @@ def test_an_engine_that_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFi
     running = one.submit([1], max_new_tokens=400)
     next(iter(running))
 
-    def broken(now: float) -> Any:
+    def broken(*given: Any) -> Any:
         raise KeyError("a bug")
 
     one._loop.scheduler.step = broken
@@ -159,7 +159,7 @@ def test_who_arrives_while_an_engine_breaks_is_told_too() -> None:
     one = engine()
     late = []
 
-    def broken(now: float) -> Any:
+    def broken(*given: Any) -> Any:
         late.append(one.submit([1], max_new_tokens=1))
         raise KeyError("a bug")
 
