@@ -11,7 +11,8 @@ import pytest
 from engine_site import assert_cold, conserved, engine, programs
 
 from cache.retention import Creation, Kind
-from kda_jax.engine import Closed, Outcome, Programs
+from kda_jax.engine import Closed, Memory, Outcome, Programs
+from kda_jax.engine.execution import Execution
 
 ENDS = Creation(kinds=frozenset({Kind.PROMPT_END, Kind.GENERATION_END}))
 PROMPT = [3] * 100
@@ -108,6 +109,23 @@ def test_memory_that_is_lost_is_made_anew(where: str) -> None:
     conserved(one)
 
 
+def test_another_memory_has_the_room_of_the_one_that_was_lost() -> None:
+    """Where a pool takes most of a device there is no room for two."""
+    made = Rigged()
+    execution, empty, gone = Execution(made, {}), made.empty, []
+    before = jax.tree.leaves(execution.memory)
+
+    def counted() -> Memory:
+        gone.extend(leaf.is_deleted() for leaf in before)
+        return empty()
+
+    made.empty = counted
+    before[0].delete()
+    execution.reset()
+    assert len(gone) == len(before) and all(gone)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(execution.memory))
+
+
 def test_a_snapshot_that_fails_costs_a_checkpoint() -> None:
     made = Rigged()
     made.spoil = fails_once("snapshot")
@@ -123,7 +141,7 @@ def test_an_engine_that_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFi
     running = one.submit([1], max_new_tokens=400)
     next(iter(running))
 
-    def broken(now: float, beside: Any = None) -> Any:
+    def broken(*given: Any) -> Any:
         raise KeyError("a bug")
 
     one._loop.scheduler.step = broken
@@ -141,7 +159,7 @@ def test_who_arrives_while_an_engine_breaks_is_told_too() -> None:
     one = engine()
     late = []
 
-    def broken(now: float, beside: Any = None) -> Any:
+    def broken(*given: Any) -> Any:
         late.append(one.submit([1], max_new_tokens=1))
         raise KeyError("a bug")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from server_site import byte_tokenizer
 
 from kda_jax.engine import Token
 from kda_jax.server import logprobs
+from server_site import byte_tokenizer
 
 
 class Counted(str):

@@ -212,7 +212,7 @@ def test_any_tree_with_few_probes_and_losses(
 
 def test_nothing_costs_one_call() -> None:
     found = Site().find(Prompt(), MILLION - 1)
-    assert found == Found((), True, (), 1, 256)
+    assert found == Found(rounds=1, probes=256)
 
 
 def test_a_long_session_at_any_limit() -> None:
@@ -488,7 +488,7 @@ def test_a_late_store_is_a_miss() -> None:
     site, prompt = Site(), Prompt()
     site.store(prompt, 1000)
     site.delay = 0.02
-    assert find(site, prompt.key, 2000, 0.01) == Found((), False, (), 1, 1)
+    assert find(site, prompt.key, 2000, 0.01) == Found(complete=False, rounds=1, probes=1)
 
 
 @pytest.mark.parametrize(

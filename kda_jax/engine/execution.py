@@ -102,7 +102,9 @@ class Execution:
             raise
 
     def reset(self) -> None:
-        """A new memory in place of one that was lost."""
+        """A new memory in place of one that was lost, and where that was: there may be no room for two."""
+        for leaf in jax.tree.leaves(self.memory):
+            leaf.delete()
         self.memory = self.programs.empty()
 
     def _call(self, ids: Sequence[int], run: Callable[..., Memory], *part: Any) -> None:

@@ -93,8 +93,9 @@ class Owner:
             call = (
                 self._inbox.get_nowait() if left is not None and left <= 0 else self._inbox.get(timeout=left)
             )
-            while True:
+            for _ in range(self._inbox.qsize()):  # those that come meanwhile wait for the turn
                 call()
                 call = self._inbox.get_nowait()
+            call()
         except queue.Empty:
             pass
