@@ -136,7 +136,9 @@ def test_a_snapshot_that_fails_costs_a_checkpoint() -> None:
     conserved(one)
 
 
-def test_an_engine_that_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_breaks_leaves_nobody_waiting(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = engine()
     running = one.submit([1], max_new_tokens=400)
     next(iter(running))
@@ -144,7 +146,7 @@ def test_an_engine_that_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFi
     def broken(*given: Any) -> Any:
         raise KeyError("a bug")
 
-    one._loop.scheduler.step = broken
+    monkeypatch.setattr(one._loop.scheduler, "step", broken)
     finished = running.result(60.0)
     assert finished.outcome is Outcome.FAILED and "a bug" in str(finished.error)
     with pytest.raises(Closed, match="a bug"):
@@ -155,7 +157,7 @@ def test_an_engine_that_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFi
     assert "the engine failed" in caplog.text
 
 
-def test_who_arrives_while_an_engine_breaks_is_told_too() -> None:
+def test_who_arrives_while_an_engine_breaks_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     one = engine()
     late = []
 
@@ -163,7 +165,7 @@ def test_who_arrives_while_an_engine_breaks_is_told_too() -> None:
         late.append(one.submit([1], max_new_tokens=1))
         raise KeyError("a bug")
 
-    one._loop.scheduler.step = broken
+    monkeypatch.setattr(one._loop.scheduler, "step", broken)
     assert "a bug" in str(one.generate([[1]], max_new_tokens=1)[0].error)
     assert "a bug" in str(late[0].result(10.0).error)
     one.close()
