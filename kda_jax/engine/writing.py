@@ -85,7 +85,7 @@ class Writing:
         self._host = (Tier.HOST,) if Tier.HOST in holder.store.shelves else ()
         self._queue: deque[Copy] = deque()
         self._known: dict[Tier, OrderedDict[str, int]] = {tier: OrderedDict() for tier in stores}
-        self._calls = 0  # of `found`, which are what time is measured in there
+        self._news = 0  # what came to be known together has one number
         self._backgrounds = {tier: Background(PLACES) for tier in (Tier.HOST, *stores)} if self.tiers else {}
         self._outstanding = 0
         self.written: Counter[str] = Counter()
@@ -121,11 +121,13 @@ class Writing:
         path = [node for _, node in index.ancestors(place.node)]
         names = [page for node in reversed(path) for page in node.names]
         known = tuple(node.stop for node in path[1:] if node.key is not None)
+        pages = [page_name(page) for page in names]
+        above = [state_name(node.key) for node in path[1:] if node.key is not None]
         lacking = {
             tier: frozenset(store.prompts.lacks(key, tier))
             if tier in self._host
             else frozenset(page for page in names if page_name(page) not in self._known[tier])
-            for tier in self._lacking(key, names)
+            for tier in self._lacking(key, pages, above)
         }
         if not lacking:
             return
@@ -139,25 +141,31 @@ class Writing:
         del store, shelf  # old versions keep pages
         self._holder.update(lambda store: store.pin(key))
         for tier, pages in lacking.items():
+            self.found(tier, (), [state_name(key)])
             self.found(tier, [state_name(key), *map(page_name, pages)], ())
         self._outstanding += len(lacking)
         self._queue.append(Copy(key, place.namespace, tokens, numbers, copied, lacking, known))
 
-    def _lacking(self, key: bytes, pages: Sequence[bytes]) -> list[Tier]:
-        """Tiers that are not known to hold a checkpoint."""
+    def _lacking(self, key: bytes, pages: Sequence[str], above: Sequence[str]) -> list[Tier]:
+        """Tiers that are not known to hold a checkpoint. One that has lost a page since, or a checkpoint above it,
+        may have lost it too."""
         shelves = self._holder.store.shelves
         return [
             tier
             for tier in self.tiers
-            if not (key in shelves[tier].states if tier in self._host else self._holds(tier, key, pages))
+            if not (
+                key in shelves[tier].states if tier in self._host else self._holds(tier, key, pages, above)
+            )
         ]
 
-    def _holds(self, tier: Tier, key: bytes, pages: Sequence[bytes]) -> bool:
-        """Whether a store is known to hold a checkpoint. One that it held before a page of it may be lost: a store that
-        loses all gets the pages again with the first checkpoint that is computed anew."""
+    def _holds(self, tier: Tier, key: bytes, pages: Sequence[str], above: Sequence[str]) -> bool:
         known = self._known[tier]
         since = known.get(state_name(key))
-        return since is not None and all(known.get(page_name(page), since + 1) <= since for page in pages)
+        return (
+            since is not None
+            and all(known.get(page, since + 1) <= since for page in pages)
+            and all(known.get(state, 0) <= since for state in above)
+        )
 
     def copy(self, memory: Memory) -> None:
         """Has a few pages copied, without waiting for them."""
@@ -186,9 +194,9 @@ class Writing:
         known = self._known.get(tier)
         if known is None:
             return
-        self._calls += 1
+        self._news += 1
         for each in there:
-            known[each] = self._calls
+            known.setdefault(each, self._news)
             known.move_to_end(each)
         for each in gone:
             known.pop(each, None)
