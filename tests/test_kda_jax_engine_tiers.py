@@ -310,3 +310,24 @@ def test_a_line_is_fitted_to_what_calls_took() -> None:
     falling.add(1.0, 5.0)
     falling.add(9.0, 1.0)
     assert falling.at(100.0) > 0
+
+
+def test_a_store_that_was_slow_is_tried_again() -> None:
+    """One slow search does not end all searching; where searches stay slow, they are a small part of the time."""
+    rates = Rates()
+    rates.prefill.add(100.0, 0.1)
+    rates.search.add(1.0, 1.0)
+    assert not rates.worth_searching(100)
+    asked = [rates.worth_searching(100) for _ in range(200)]
+    first = asked.index(True)
+    assert 95 <= first <= 100, "after 10 s of computing"
+    assert all(asked[first:]), "nothing is known of it any more"
+    searches = 0
+    for _ in range(1000):
+        if rates.worth_searching(100):
+            rates.search.add(1.0, 1.0)
+            searches += 1
+    assert 5 <= searches <= 11
+    rates.search = Line()
+    rates.search.add(1.0, 0.01)
+    assert rates.worth_searching(100)

@@ -10,6 +10,9 @@ from cache.tier import Tier
 FADE = 0.95
 """What a measurement still counts when the next one comes."""
 
+AGAIN = 10.0
+"""A search that was left out is tried again when all that it might have saved comes to this many times what it takes."""
+
 
 @dataclass(slots=True)
 class Line:
@@ -54,6 +57,7 @@ class Rates:
         prefill: seconds of steps by the tokens of their prefills.
         loads: seconds of loads by their bytes, for each tier.
         search: seconds of searches; their size is 1.
+        left_out: seconds that were computed since the last search, of prompts that were not searched for.
         state_nbytes, row_nbytes: bytes of a state, and of a token's latents.
     """
 
@@ -62,6 +66,7 @@ class Rates:
     prefill: Line = field(default_factory=Line)
     loads: dict[Tier, Line] = field(default_factory=lambda: {tier: Line() for tier in Tier})
     search: Line = field(default_factory=Line)
+    left_out: float = 0.0
 
     def seconds(self, plan: ResumePlan, num_tokens: int) -> float:
         """What a request takes up to its first token, if it starts by this plan: all its tiers are read at once."""
@@ -81,5 +86,16 @@ class Rates:
         return tokens * self.prefill.seconds / self.prefill.sizes if self.prefill.sizes else 0.0
 
     def worth_searching(self, tokens: int) -> bool:
-        """Whether a search that may save the computing of so many tokens is expected to pay."""
-        return tokens > 0 and (not self.prefill.count or self.search.at(1.0) < self.compute(tokens))
+        """Whether to search, which may save the computing of so many tokens: where that is expected to pay, and now and
+        then where it is not, as a store that was slow may be quick again."""
+        if tokens <= 0:
+            return False
+        saves, takes = self.compute(tokens), self.search.at(1.0)
+        if not self.prefill.count or takes < saves:
+            self.left_out = 0.0
+            return True
+        self.left_out += saves
+        if self.left_out < AGAIN * takes:
+            return False
+        self.left_out, self.search = 0.0, Line()  # what was measured is old
+        return True
