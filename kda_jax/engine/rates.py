@@ -11,7 +11,7 @@ FADE = 0.95
 """What a measurement still counts when the next one comes."""
 
 AGAIN = 10.0
-"""A search that was left out is tried again when all that it might have saved comes to this many times what it takes."""
+"""Searches that are left out are tried again when what they might have saved comes to this many times what one takes."""
 
 
 @dataclass(slots=True)
