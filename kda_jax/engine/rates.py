@@ -9,8 +9,8 @@ from cache.tier import Tier
 
 FADE = 0.95
 """What a measurement still counts when the next one comes."""
-TRIAL = 32
-"""Of so many searches that are not expected to pay one is made all the same: what was slow may be quick now."""
+AGAIN = 10.0
+"""Searches that are left out are tried again when what they might have saved comes to this many times what one takes."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Rates:
         decode: seconds of steps without any, by their rows.
         loads: seconds of loads by their bytes, for each tier.
         search: seconds of searches; their size is 1.
-        declined: searches that were not expected to pay.
+        left_out: seconds that were computed since the last search, of prompts that were not searched for.
         state_nbytes, row_nbytes: bytes of a state, and of a token's latents.
     """
 
@@ -67,7 +67,7 @@ class Rates:
     decode: Line = field(default_factory=Line)
     loads: dict[Tier, Line] = field(default_factory=lambda: {tier: Line() for tier in Tier})
     search: Line = field(default_factory=Line)
-    declined: int = 0
+    left_out: float = 0.0
 
     def step(self, tokens: int, rows: int, seconds: float) -> None:
         """A step took so long, with so many tokens of prefills and rows that decode."""
@@ -104,10 +104,16 @@ class Rates:
         return tokens * self.prefill.seconds / self.prefill.sizes if self.prefill.sizes else 0.0
 
     def worth_searching(self, tokens: int) -> bool:
-        """Whether a search that may save the computing of so many tokens is expected to pay, or is due as a trial."""
+        """Whether to search, which may save the computing of so many tokens: where that is expected to pay, and now and
+        then where it is not, as a store that was slow may be quick again."""
         if tokens <= 0:
             return False
-        if not self.prefill.count or self.search.at(1.0) < self.compute(tokens):
+        saves, takes = self.compute(tokens), self.search.at(1.0)
+        if not self.prefill.count or takes < saves:
+            self.left_out = 0.0
             return True
-        self.declined += 1
-        return self.declined % TRIAL == 0
+        self.left_out += saves
+        if self.left_out < AGAIN * takes:
+            return False
+        self.left_out, self.search = 0.0, Line()  # what was measured is old
+        return True
