@@ -10,7 +10,7 @@ from cache.tier import Tier
 FADE = 0.95
 """What a measurement still counts when the next one comes."""
 AGAIN = 10.0
-"""Searches that are left out are tried again when what they might have saved comes to this many times what one takes."""
+"""Searches are tried again when those left out might have saved this many times what one takes."""
 
 
 @dataclass(slots=True)
