@@ -65,6 +65,7 @@ class Found:
         complete: if the store answered, no checkpoint of the prompt that has its marks is above the first of these, or
             anywhere if there is none.
         known: boundaries of the prompt that have or had a checkpoint and were not seen to be gone, deepest first.
+        gone: boundaries whose checkpoints were asked about and were not there, deepest first.
         rounds: calls.
         probes: keys that were asked about.
     """
@@ -72,6 +73,7 @@ class Found:
     boundaries: tuple[int, ...] = ()
     complete: bool = True
     known: tuple[int, ...] = ()
+    gone: tuple[int, ...] = ()
     rounds: int = 0
     probes: int = 0
 
@@ -212,6 +214,7 @@ class _Seen:
             boundaries=tuple(sorted(hits, reverse=True)),
             complete=missed <= self.hit,
             known=tuple(sorted(hits.union(self.listed()), reverse=True)),
+            gone=tuple(sorted(self.tested.keys() - hits, reverse=True)),
         )
 
 

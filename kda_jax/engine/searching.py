@@ -29,7 +29,7 @@ def search(
         tokens: the prompt.
         page: rows a page.
         timeout: seconds for all of it; a store that is late has nothing.
-        found: told for each store what is there, and which pages are not, by name.
+        found: told for each store what is there and what is not, by name.
 
     Returns:
         Where its checkpoints and its latents are; None if nothing is.
@@ -39,7 +39,8 @@ def search(
         left = until - monotonic()
         if left <= 0:
             break
-        boundaries = find(objects, keys.name, len(tokens) - 1, left).boundaries
+        checkpoints = find(objects, keys.name, len(tokens) - 1, left)
+        boundaries = checkpoints.boundaries
         left = until - monotonic()
         if left <= 0 or not keys.pages:
             held = [False] * len(keys.pages)
@@ -47,7 +48,8 @@ def search(
             names = [page_name(name) for name in keys.pages]
             held = objects.contains(names, left)
             there = [*map(keys.name, boundaries), *(name for name, is_there in zip(names, held) if is_there)]
-            found(tier, tuple(there), tuple(name for name, is_there in zip(names, held) if not is_there))
+            gone = [name for name, is_there in zip(names, held) if not is_there]
+            found(tier, tuple(there), (*map(keys.name, checkpoints.gone), *gone))
         rows = tuple(
             Rows(at * page, (at + 1) * page, tier.bit) for at, is_there in enumerate(held) if is_there
         )
