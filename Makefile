@@ -17,7 +17,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 
 python := $(VENV)/bin/python
 pytest = $(python) -m pytest -q -n $(WORKERS) --dist loadfile --durations=8
-quick = $(pytest) --quick-compile
+# One more than cores: these wait for servers, stores and processes for a third of their time.
+quick = $(pytest) -n $(shell expr $(WORKERS) + 1) --quick-compile
 # Modules are compiled when they are first imported: most never are.
 install = $(python) -m pip install -qq --no-compile --disable-pip-version-check
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
