@@ -19,7 +19,7 @@ MODULES = [
         f"kda_jax.engine.{name}"
         for name in (
             *("pages", "lookup", "request", "work", "sizes", "pool", "holdings"),
-            *("admission", "drafting", "scheduler"),
+            *("admission", "decoding", "drafting", "prefilling", "scheduler"),
         )
     ),
     *(
@@ -123,8 +123,8 @@ MUTANTS = {
         "                live.computed += sampled.accepted\n",
     ),
     "a prefill is cut anywhere": (
-        "scheduler",
-        "(start + budget) // self.sizes.grid * self.sizes.grid",
+        "prefilling",
+        "(start + budget) // sizes.grid * sizes.grid",
         "start + budget",
     ),
     "rows cost nothing": ("scheduler", "sum(1 + len(row.drafts)", "sum(len(row.drafts)"),

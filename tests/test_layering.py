@@ -20,8 +20,8 @@ PACKAGES = {
 MORE = {"kda_jax.commands": {"cache", "transfer", "benchmarks"}, "kda_jax.engine": {"cache", "transfer"}}
 # the scheduler is a function of what it is told: its files import these of anybody else, and each other
 PURE = {
-    *("pages", "lookup", "request", "work", "sizes", "pool", "holdings", "admission", "drafting"),
-    "scheduler",
+    *("pages", "lookup", "request", "work", "sizes", "pool", "holdings", "admission"),
+    *("decoding", "drafting", "prefilling", "scheduler"),
 }
 INNOCENT = {"__future__", "collections", "dataclasses", "enum", "typing", "weakref", "numpy", "cache"}
 LEVELS = {

@@ -25,14 +25,11 @@ class Line:
 
     def add(self, size: float, seconds: float) -> None:
         """One more call."""
-        for name, value in (
-            ("count", 1.0),
-            ("sizes", size),
-            ("seconds", seconds),
-            ("squares", size * size),
-            ("products", size * seconds),
-        ):
-            setattr(self, name, FADE * getattr(self, name) + value)
+        self.count = FADE * self.count + 1.0
+        self.sizes = FADE * self.sizes + size
+        self.seconds = FADE * self.seconds + seconds
+        self.squares = FADE * self.squares + size * size
+        self.products = FADE * self.products + size * seconds
 
     def at(self, size: float) -> float:
         """What a call of this size takes; 0 while nothing is known, so that it is tried."""

@@ -14,20 +14,22 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from cache.holder import Holder
-from cache.placement import Placed
 from cache.retention.protocol import Creation, Kind
 from cache.tier import Tier
 from kda_jax.engine.admission import Seconds, admit
+from kda_jax.engine.decoding import decode_rows
 from kda_jax.engine.drafting import with_drafts
 from kda_jax.engine.holdings import Holdings
 from kda_jax.engine.lookup import Drafter
 from kda_jax.engine.pages import Pages, Slots
 from kda_jax.engine.pool import Pool
+from kda_jax.engine.prefilling import prefill_chunks
 from kda_jax.engine.request import Live, Outcome, Overloaded, Refused, Request, Stage
 from kda_jax.engine.sizes import Sizes
-from kda_jax.engine.work import Chunk, Ended, Report, Results, Row, Sampled, Snapshot, Work
+from kda_jax.engine.work import Chunk, Ended, Report, Results, Sampled, Snapshot, Work
 
 Beside: TypeAlias = Callable[[int, int, int], int]
+"""Most tokens of prefills in a step, of the rows that decode in it, the grid and the budget."""
 
 
 class Scheduler:
@@ -119,20 +121,19 @@ class Scheduler:
 
         Args:
             now: seconds, on the clock of the deadlines.
-            beside: most tokens of prefills in a step with rows that decode, of their number, the grid and the budget;
-                None for the budget alone.
+            beside: how much of prefills a step with rows that decode may read; None for the budget alone.
         """
         assert self.in_flight is None, "a step is in flight"
         self._expire(now)
         self._sweep()
-        rows = self._rows(now)
+        rows = decode_rows(self.holdings, now)
         zeros, restores, loads = admit(self.holdings, self.creation, self._seconds, now)
         rows = [row for row in rows if self.live[row.id].stage is Stage.DECODING]  # others were preempted
         rows = with_drafts(self.holdings, rows)
         left = self.sizes.budget - sum(1 + len(row.drafts) for row in rows)
         if rows and beside is not None:
             left = min(left, beside(len(rows), self.sizes.grid, self.sizes.budget))
-        chunks = self._chunks(left, now)
+        chunks = prefill_chunks(self.holdings, left, now)
         snapshots = tuple(self._snapshot(live) for live in self.holdings.ordered(Stage.SAVING))
         work = Work(snapshots, zeros, restores, chunks, rows, loads)
         for each in (*snapshots, *restores, *chunks, *rows, *loads):
@@ -207,75 +208,6 @@ class Scheduler:
         report = Report(tuple(self._tokens), tuple(self._ended), tuple(self._published))
         self._tokens, self._ended, self._published = [], [], []
         return report
-
-    # Decoding
-
-    def _rows(self, now: float) -> tuple[Row, ...]:
-        """A row of every request that decodes and has a page to write to."""
-        rows = []
-        for live in self.holdings.ordered(Stage.DECODING):
-            if live.stage is Stage.DECODING and self._has_page(live, now):
-                assert live.slot is not None
-                token = int(live.tokens[live.computed])
-                rows.append(Row(live.request.id, live.slot, live.computed, token, tuple(live.table)))
-        return tuple(rows)
-
-    def _has_page(self, live: Live, now: float) -> bool:
-        """Whether the next row has a page; if not, who is last makes room, and that takes a step."""
-        if live.computed < len(live.table) * self.sizes.rows:
-            return True
-        while True:
-            last = self.holdings.last(live)
-            spare = self.sizes.state_pages if last else 0  # for the state of who is preempted
-            if self.holdings.room(1 + spare, live, now):
-                break
-            self.holdings.preempt(last or live, now)
-            if last is None:  # who is before him needs the pages
-                return False
-            if last.stage is Stage.SAVING:
-                if not self.holdings.room(1, live, now):
-                    return False
-                break
-        pages = self.pool.pages.take(1)
-        assert pages is not None
-        live.table += pages
-        return True
-
-    # Prefill
-
-    def _chunks(self, budget: int, now: float) -> tuple[Chunk, ...]:
-        """Chunks of prefills in their order, until the budget is spent."""
-        chunks = []
-        for live in self.holdings.ordered(Stage.PREFILLING):
-            start, end = live.computed, len(live.tokens)
-            stop = end if end - start <= budget else (start + budget) // self.sizes.grid * self.sizes.grid
-            if stop <= start:
-                break
-            stops = [placed for placed in live.stops if start < placed.boundary <= stop]
-            if len(stops) > self.sizes.snapshots:
-                stops = stops[: self.sizes.snapshots]
-                stop = stops[-1].boundary
-            if live.loaded is not None and len(stops) < self.sizes.snapshots:
-                stops.insert(0, Placed(live.loaded, Kind.MISSING))
-            live.loaded = None
-            assert live.slot is not None
-            snapshots = self._snapshots(live, stops, now)
-            tokens, table = live.tokens[start:stop], tuple(live.table)
-            chunks.append(Chunk(live.request.id, live.slot, start, tokens, table, snapshots, stop == end))
-            budget -= stop - start
-        return tuple(chunks)
-
-    def _snapshots(self, live: Live, stops: Iterable[Placed], now: float) -> tuple[Snapshot, ...]:
-        """Those checkpoints of a chunk that there is room for."""
-        assert live.slot is not None
-        snapshots = []
-        for boundary, kind in stops:
-            pages = self.holdings.state_pages(now)
-            if pages:
-                snapshots.append(
-                    Snapshot(live.request.id, live.slot, boundary, kind, pages, tuple(live.table))
-                )
-        return tuple(snapshots)
 
     # Commits
 
