@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,7 +147,8 @@ def main(
             named(name)
     for each in state:
         sizes(each, checkpoint_bytes)
-    console = report.console()
+    console, plot = report.console(), plot or (json and json.with_suffix(".png"))
+    report.make_folders(json, plot)
     name, requests = load(trace)
     with report.progress(console) as log:
         records = measure(requests, names, state, budgets, checkpoint_bytes, log)
@@ -165,12 +165,7 @@ def main(
         "results": records,
     }
     cache_report.show(console, result)
-    plot = plot or (json.with_suffix(".png") if json else None)
-    for path in (json, plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    if json is not None:
-        json.write_text(jsonlib.dumps(result, indent=1) + "\n")
+    report.write(json, result)
     if plot is not None:
         cache_report.draw(result, plot)
     return result

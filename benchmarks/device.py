@@ -8,7 +8,6 @@ no figure to quote.
 
 from __future__ import annotations
 
-import json as jsonlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,8 +43,7 @@ def main(
         raise typer.Exit(1)
     implementation = "triton-interpret" if rehearse else "triton"
     console = report.console()
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
+    report.make_folders(json)
     result: dict[str, Any] = {"benchmark": "device", "machine": machine.describe(), "rehearsal": rehearse}
     with report.progress(console) as log:
         result["checks"] = judge_all(checks(little=rehearse), implementation, log)
@@ -61,8 +59,7 @@ def main(
                     log(f"{race.act}, {size.tokens} tokens or {size.rows} rows")
                     result["results"] += races.run(race, rounds=2 if rehearse else ROUNDS, rates=rates)
     _print(console, result)
-    if json is not None:
-        json.write_text(jsonlib.dumps(result, indent=1) + "\n")
+    report.write(json, result)
     wrong = [record for record in result["checks"] if record["wrong"]]
     for record in wrong:
         typer.echo(f"device: {record['name']}, {record['dtype']}: {record['wrong']}", err=True)

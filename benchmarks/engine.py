@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from kda_jax.weights import load
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 ROWS, TURNS, TOKENS, NEW = 8, 20, 8192, 32
+VOCAB = 256  # random prompts are of these tokens
 LONG = 4096  # tokens of the prompt that comes while others decode
 SIZES: dict[str, Any] = dict(slots=ROWS + 1, nbytes=2**28, max_tokens=TOKENS + 256)
 NOTES = {
@@ -32,14 +32,18 @@ NOTES = {
 }
 
 
-def main(json: Path | None, *, quick: bool = False) -> None:
+def main(json: Path | None, *, quick: bool = False) -> dict[str, Any]:
     """Measures all three, both sides of each in turns in this process.
 
     Args:
         json: where the figures go.
         quick: one round of each, and shorter ones.
+
+    Returns:
+        The report, as written: `results`, a mapping of the three.
     """
     console = report.console()
+    report.make_folders(json)
     parts, rounds = split(load(MODEL, dtype="float32")), 1 if quick else 5
     with report.progress(console) as log, _engine(parts, log) as on, _engine(parts, log, on.programs) as off:
         tokens = TOKENS // 8 if quick else TOKENS
@@ -50,8 +54,8 @@ def main(json: Path | None, *, quick: bool = False) -> None:
         }
     result = {"machine": machine.describe(), "notes": NOTES, "results": results}
     show(console, results)
-    if json is not None:
-        json.write_text(jsonlib.dumps(result, indent=1) + "\n")
+    report.write(json, result)
+    return result
 
 
 @contextmanager
@@ -94,7 +98,7 @@ class Watched:
 
 def rows(engine: Engine, rng: np.random.Generator, new: int) -> list[Watched]:
     """`ROWS` requests that decode side by side: each has its first token."""
-    prompts = [rng.integers(0, 256, 64).tolist() for _ in range(ROWS)]
+    prompts = [rng.integers(0, VOCAB, 64).tolist() for _ in range(ROWS)]
     watched = [Watched(engine.submit(prompt, max_new_tokens=new, stop_tokens=())) for prompt in prompts]
     for each in watched:
         each.first.wait()
@@ -112,7 +116,7 @@ def last_turn(
         history = []
         for turn in range(TURNS):
             log(f"conversation {number + 1} of {rounds}, turn {turn + 1} of {TURNS}")
-            history += rng.integers(0, 256, tokens // TURNS - new).tolist()
+            history += rng.integers(0, VOCAB, tokens // TURNS - new).tolist()
             times = [
                 (name, engine.submit(history, max_new_tokens=new, stop_tokens=()).result())
                 for name, engine in (("with", on), ("without", off))
@@ -149,7 +153,7 @@ def beside(engine: Engine, long: int, rounds: int, log: Callable[[str], None]) -
             log(f"decode {name}, round {number + 1} of {rounds}")
             watched, began, ended = rows(engine, rng, 256), time.perf_counter(), np.inf
             if name == "beside":
-                engine.submit(rng.integers(0, 256, long).tolist(), max_new_tokens=1).result()
+                engine.submit(rng.integers(0, VOCAB, long).tolist(), max_new_tokens=1).result()
                 ended = time.perf_counter()
             for each in watched:
                 between += np.diff([at for at in each.all() if began < at <= ended]).tolist()

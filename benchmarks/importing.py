@@ -134,6 +134,7 @@ def main(json: Path | None = None, gb: float = 2.0, shards: int = 16, quick: boo
     if shards < 1:
         raise ValueError(f"{shards=} must be positive")
     console, config = report.console(), config_of_size(round(gb * 1e9))
+    report.make_folders(json)
     with report.progress(console) as log, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(config, folder, shards, on_shard=lambda file: log(f"writing {file}"))
@@ -159,9 +160,7 @@ def main(json: Path | None = None, gb: float = 2.0, shards: int = 16, quick: boo
         "time": taken,
     }
     show(console, result)
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(result, indent=1) + "\n")
+    report.write(json, result)
     return result
 
 

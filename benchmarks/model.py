@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -199,8 +198,7 @@ def run(
     from kda_jax.weights import save
 
     console = report.console()
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
+    report.make_folders(json)
     absent: dict[str, str] = {}
     with report.progress(console) as log, tempfile.TemporaryDirectory() as folder, quiet():
         log("the machine's own rates")
@@ -237,6 +235,5 @@ def run(
         "absent": absent,
     }
     report.print_model(console, result)
-    if json is not None:
-        json.write_text(jsonlib.dumps(result, indent=1) + "\n")
+    report.write(json, result)
     return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -121,8 +120,7 @@ def main(
     sections = chosen(only)
     settings = Settings.quickest() if quick else Settings()
     console = report.console()
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
+    report.make_folders(json)
     size = {"size": 512, "read_mib": 64, "rounds": 3} if quick else {}
     with report.progress(console) as log:
         log("the machine's own rates")
@@ -142,6 +140,5 @@ def main(
         **measured,
     }
     report.print_ops(console, result)
-    if json is not None:
-        json.write_text(jsonlib.dumps(result, indent=1) + "\n")
+    report.write(json, result)
     return result

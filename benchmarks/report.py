@@ -1,9 +1,11 @@
-"""What a benchmark shows: who is at work, then tables of its report."""
+"""What a benchmark shows: who is at work, then tables of its report, and figures in a file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -36,6 +38,23 @@ def progress(console: Console) -> Iterator[Callable[[str], None]]:
             console.print(text, highlight=False, markup=False)
 
     yield say
+
+
+def make_folders(*paths: Path | None) -> None:
+    """Makes the folders of files that will be written, before anything is measured.
+
+    Raises:
+        OSError: if that is not possible.
+    """
+    for path in paths:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def write(path: Path | None, result: Record) -> None:
+    """Writes a report as JSON, if there is a path."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def number(value: float | None, digits: int = 3) -> str:

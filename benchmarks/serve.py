@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -58,7 +57,7 @@ def main(
     at_once: int = 4,
     plot: Path | None = None,
     quick: bool = False,
-) -> None:
+) -> dict[str, Any]:
     """Runs all cases, one after the other.
 
     Args:
@@ -71,12 +70,18 @@ def main(
         plot: where the picture goes, if not beside the figures.
         quick: few requests, and no two servers.
 
+    Returns:
+        The report, as written: `results` [{instances, cache, recomputed, first_p50_ms, ...}], and what was asked.
+
     Raises:
         ValueError: for a trace that is none, and sizes that are not positive.
+        RuntimeError: a server does not start, or refuses a request.
     """
     if min(requests, at_once) < 1:
         raise ValueError(f"{requests=} and {at_once=} must be positive")
     console, model = report.console(), model or MODEL
+    plot = plot or (json and json.with_suffix(".png"))
+    report.make_folders(json, plot)
     name, rows = load_trace(trace)
     load = scaled(rows[: 8 if quick else requests], text_tokens(load_tokenizer(model)), divide)
     records = []
@@ -93,11 +98,10 @@ def main(
         "results": records,
     }
     show(console, result)
-    if json is not None:
-        json.write_text(jsonlib.dumps(result, indent=1) + "\n")
-        plot = plot or json.with_suffix(".png")
+    report.write(json, result)
     if plot is not None:
         draw(result, plot)
+    return result
 
 
 def measure(
@@ -105,15 +109,13 @@ def measure(
 ) -> dict[str, Any]:
     """One record: the load against the servers of a case."""
     longest = max(len(asked.tokens) + asked.max_tokens for asked in load) + 64
-    options = [
-        "--dtype",
-        "float32",
-        "--max-tokens",
-        str(longest),
-        "--compiled",
-        str(folder / "compiled"),
-        *case.options,
-    ]
+    sizes = {
+        "--dtype": "float32",
+        "--slots": at_once,
+        "--max-tokens": longest,
+        "--compiled": folder / "programs",
+    }
+    options = [*case.options, *(str(word) for option in sizes.items() for word in option)]
     title = f"{case.instances} x cache {case.cache}"
     with ExitStack() as stack:
         log(f"{title}: starting")

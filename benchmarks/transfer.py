@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -210,6 +209,7 @@ def main(json: Path | None = None, quick: bool = False) -> dict[str, Any]:
         RuntimeError: a store failed.
     """
     console, rounds, records = report.console(), 3 if quick else 15, []
+    report.make_folders(json)
     with report.progress(console) as log, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         log("starting Mooncake")
@@ -238,9 +238,7 @@ def main(json: Path | None = None, quick: bool = False) -> dict[str, Any]:
         "pages": pushed,
     }
     show(console, result)
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(result, indent=1) + "\n")
+    report.write(json, result)
     return result
 
 

@@ -141,6 +141,12 @@ def test_serves_options(
     assert capsys.readouterr().err == ""
 
 
+def test_without_a_cache_no_checkpoint_is_made(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = Run(monkeypatch)
+    assert serve([str(byte_model), "--no-cache"], lambda url: None) == 0
+    assert serve.given["creation"].kinds == frozenset()
+
+
 def test_sigterm_lets_requests_finish_or_says_so(
     byte_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +195,8 @@ MISTAKES = [
         "serve MODEL --store disk:TMP/a --store disk:TMP/b",
         "give at most one disk:FOLDER or mooncake:HOST:PORT",
     ),
+    ("serve MODEL --no-cache --store disk:TMP/a", "--no-cache keeps nothing"),
+    ("serve MODEL --no-cache --host-gb 1", "--no-cache keeps nothing"),
     ("serve MODEL --chat-template nowhere.jinja", "nowhere.jinja"),
     ("serve MODEL --port BUSY", "cannot listen on 127.0.0.1"),
     ("explain", "give one prompt"),

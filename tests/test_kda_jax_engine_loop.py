@@ -284,3 +284,11 @@ def test_what_is_held_is_not_gone_through_at_every_step(monkeypatch: pytest.Monk
         assert made.statistics().remembered == 5 and len(forgets) <= 1
         made.generate([[9] * 65], max_new_tokens=30)
         assert len(forgets) <= 1
+
+
+def test_sizes_that_do_not_fit_are_refused_before_anything_is_compiled() -> None:
+    def progress(*told: object) -> None:
+        raise AssertionError("compiled")
+
+    with pytest.raises(ValueError, match="a budget of 64 tokens serves 4 rows"):
+        engine(budget=64, programs=None, progress=progress)

@@ -52,11 +52,11 @@ def scaled(trace: Sequence[Request], text: NDArray[np.int32], divide: int) -> li
     Raises:
         ValueError: if `divide` does not divide `BLOCK`, or the text is shorter than a block.
     """
-    block = BLOCK // divide
-    if divide < 1 or block * divide != BLOCK or len(text) <= block:
+    if divide < 1 or BLOCK % divide or len(text) <= BLOCK // divide:
         raise ValueError(
-            f"{divide=} must divide {BLOCK}, and {len(text)} tokens of text be more than {block}"
+            f"{divide=} must divide {BLOCK}, and {len(text)} tokens of text be more than a block"
         )
+    block = BLOCK // divide
 
     def piece(name: str, count: int) -> NDArray[np.int32]:
         start = Random(name).randrange(len(text) - block)

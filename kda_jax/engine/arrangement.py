@@ -8,7 +8,7 @@ from cache.retention.protocol import Policy
 from cache.store import Store
 from cache.tier import Tier
 from kda_jax.engine.memory import Layout
-from kda_jax.engine.programs import Programs, Progress
+from kda_jax.engine.programs import Programs
 from kda_jax.engine.sizes import Sizes
 from kda_jax.forward import SplitModel, config_of, dtype_of
 
@@ -50,21 +50,15 @@ class Arrangement:
             drafts=self.drafts,
         )
 
-    def programs(
-        self, parts: SplitModel, layout: Layout, given: Programs | None, progress: Progress | None
-    ) -> Programs:
-        """Compiled ones: those that are given, or new ones.
+    def programs(self, parts: SplitModel, layout: Layout, given: Programs | None) -> Programs:
+        """Those that are given, or new ones, not compiled yet.
 
         Raises:
             ValueError: if those that are given are of other sizes.
         """
         if given is None:
-            most_cuts = self.sizes(layout).snapshots
-            made = Programs(
-                parts, layout, most_tokens=self.budget, most_cuts=most_cuts, most_drafts=self.drafts
-            )
-            made.compile_all(progress)
-            return made
+            cuts = self.sizes(layout).snapshots
+            return Programs(parts, layout, most_tokens=self.budget, most_cuts=cuts, most_drafts=self.drafts)
         drafts = max((1, *given.widths)) - 1
         if given.layout != layout or given.chunks[-1] < self.budget or drafts < self.drafts:
             raise ValueError(

@@ -96,7 +96,7 @@ class Engine:
             queued: most prompt tokens that wait; beyond, `submit` refuses.
             stop_tokens: where requests end that name none.
             progress: told of each program before it is compiled.
-            programs: compiled ones of this model and these sizes, of another engine that is closed.
+            programs: compiled ones of this model and these sizes, as another engine's `programs`.
 
         Raises:
             ValueError: sizes that do not fit each other or the model.
@@ -113,7 +113,7 @@ class Engine:
             drafts=lookup,
         )
         layout = sizes.layout(parts)
-        programs = sizes.programs(parts, layout, programs, progress)
+        given, programs = programs, sizes.programs(parts, layout, programs)
         self.layout, self.programs, self._namespace = layout, programs, namespace
         store = sizes.store(layout, policy or Learned())
         self._holder, self._creation, self._queued = Holder(store), creation, queued
@@ -128,6 +128,8 @@ class Engine:
         seconds = rates.seconds if stores or host_nbytes else None
         pool = Pages(layout.num_pages, layout.page_nbytes), Slots(layout.num_slots)
         scheduler = Scheduler(self._holder, *pool, sizes.sizes(layout), creation or Creation(), seconds)
+        if given is None:  # last, as it takes long: what does not fit has been refused
+            programs.compile_all(progress)
         self._slower = Slower(self._holder, programs, stores, rates, self._owner.post, time.monotonic)
         self._loop = Loop(scheduler, Execution(programs, choices), choices, self._slower, time.monotonic)
         self._lock, self._ids, self._arriving, self._waiting = threading.Lock(), itertools.count(), 0, 0
