@@ -25,13 +25,14 @@ from kda_jax.engine import Layout, Programs
 from kda_jax.forward import config_of, split
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILED = ROOT / ".cache" / "jax"
 SLOTS, MAX_TOKENS, BUDGET, MEMORY_GB = 2, 2048, 128, 0.001
 QUEUED = 8000
 LENGTH, COUNT, NEXT = 1500, 8, 30
 """Tokens of a conversation's first prompt, that a turn generates, and that the next turn adds. It is long, as loading
 must be quicker than computing to be chosen."""
 ANSWER_S, STOP_S = 60.0, 30.0
+_KEPT = {"JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"}
+"""They come before the option of a server."""
 GAP = 1e-3
 """Between the logits of a token and of any other one: more than rounding, so that no other order of computing makes
 another text."""
@@ -58,8 +59,8 @@ class Answer(NamedTuple):
 class Instance:
     """A running server. Leaving its `with` ends it, and asserts that it ended well unless it was killed."""
 
-    def __init__(self, model: Path, store: str, *options: str) -> None:
-        """Starts one, on a free port; `ready` waits for it."""
+    def __init__(self, model: Path, store: str, compiled: Path) -> None:
+        """Starts one, on a free port, that keeps its programs in a folder; `address` waits for it."""
         self._log, self.killed = tempfile.TemporaryFile("w+"), False
         sizes = {
             "--port": 0,
@@ -70,15 +71,16 @@ class Instance:
             "--budget": BUDGET,
             "--memory-gb": MEMORY_GB,
             "--queued": QUEUED,
-            "--compiled": ROOT / ".cache" / "jax",
+            "--compiled": compiled,
         }
         line = [str(part) for option in sizes.items() for part in option]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kda_jax", "serve", str(model), *line, *options],
+            [sys.executable, "-m", "kda_jax", "serve", str(model), *line],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env={name: value for name, value in os.environ.items() if name not in _KEPT}
+            | {"PYTHONPATH": str(ROOT)},
         )
 
     @property

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPException
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import NamedTuple
 
@@ -158,7 +159,8 @@ def main() -> None:
     asked = parser.parse_args()
     with LocalMooncake(segment_bytes=64 * MIB) as mooncake, ExitStack() as closing:
         store = f"mooncake:{mooncake.address}"
-        servers = [closing.enter_context(Instance(asked.model, store)) for _ in range(2)]
+        compiled = Path(closing.enter_context(TemporaryDirectory()))
+        servers = [closing.enter_context(Instance(asked.model, store, compiled)) for _ in range(2)]
         model = Model(asked.model)
         load = Load(model, servers, [model.conversation(seed) for seed in range(12)])
         soak(load, 10.0)

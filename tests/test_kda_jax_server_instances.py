@@ -13,7 +13,7 @@ from time import sleep
 from typing import NamedTuple
 
 import pytest
-from instances_site import COMPILED, COUNT, NEXT, Instance, Model, Turn
+from instances_site import COUNT, NEXT, Instance, Model, Turn
 from server_load import MIB, Load, idle, process, soak, until
 
 from cache import KeyChain, Namespace
@@ -34,13 +34,14 @@ class Site(NamedTuple):
 
     mooncake: LocalMooncake
     model: Model
+    compiled: Path
     servers: list[Instance]
     closing: ExitStack
 
     def start(self) -> Instance:
         """One more server."""
         store = f"mooncake:{self.mooncake.address}"
-        return self.closing.enter_context(Instance(self.model.folder, store))
+        return self.closing.enter_context(Instance(self.model.folder, store, self.compiled))
 
     def goes_on(self) -> bool:
         """Whether a new conversation that begins at the first server goes on at the second where it ended."""
@@ -72,8 +73,12 @@ def checkpoints(folder: Path, tokens: Sequence[int], boundaries: Sequence[int]) 
     return names
 
 
+def _programs(compiled: Path) -> set[str]:
+    return {path.name for path in compiled.glob("*-cache")}
+
+
 @pytest.fixture(scope="module")
-def site(byte_model: Path) -> Iterator[Site]:
+def site(byte_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     try:
         load(MooncakeSettings())
     except Unavailable as error:
@@ -82,13 +87,14 @@ def site(byte_model: Path) -> Iterator[Site]:
         mooncake = closing.enter_context(
             LocalMooncake(segment_bytes=64 * MIB, lease_ms=500, client_ttl_s=2, abandoned_put_s=2)
         )
-        site = Site(mooncake, Model(byte_model), [], closing)
+        compiled = tmp_path_factory.mktemp("compiled")
+        site = Site(mooncake, Model(byte_model), compiled, [], closing)
         site.servers.append(site.start())
         assert site.servers[0].address
-        compiled = set(COMPILED.iterdir())
+        programs = _programs(compiled)
         site.servers.append(site.start())
         assert site.servers[1].address
-        assert set(COMPILED.iterdir()) == compiled, "the second one has compiled nothing"
+        assert programs and _programs(compiled) == programs, "the second one has compiled nothing"
         yield site
 
 
