@@ -117,6 +117,13 @@ def test_a_state_that_does_not_belong_there_is_refused(spoil: Any) -> None:
         portable.slot(70, state)
 
 
+def shown(made: Engine) -> list[tuple[str, ...]]:
+    """The tiers of each checkpoint in the tree, which its latents are in as well."""
+    nodes = [node for node in made.tree() if node.boundary]
+    assert all(node.rows == node.states for node in nodes)
+    return [node.states for node in nodes]
+
+
 @pytest.mark.parametrize("tier", ["host", "disk", "remote"])
 def test_what_the_device_forgot_comes_back_from_a_slower_tier(
     tier: str, objects: MemoryObjects, tmp_path: Path
@@ -130,7 +137,9 @@ def test_what_the_device_forgot_comes_back_from_a_slower_tier(
             first = made.generate([prompt], max_new_tokens=6)[0]
             written(made)
             assert made.statistics().written == {tier: 2} and not made.statistics().unwritten
+            assert shown(made) == [("device", tier)] * 2
             forget_device(made)
+            assert shown(made) == [(tier,)] * 2
             turn = [*prompt, *first.tokens, 3]
             assert made.explain(turn).latents == {tier: 205}
             second = made.generate([turn], max_new_tokens=6)[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
 from cache.plan import Limits, ResumePlan
 from cache.store import Store
 from cache.tier import Tier
+from cache.tiers import page_name, state_name
 from cache.tokens import Tokens
 from cache.view import View
 
@@ -56,8 +57,8 @@ class TreeNode(NamedTuple):
         start, stop: tokens before it, and up to its end.
         boundary: whether a boundary is remembered at its end.
         kind: why that was made.
-        states: tiers that hold its checkpoint.
-        rows: tiers that hold its latents.
+        states: tiers that hold its checkpoint; of stores of objects, those that are known to.
+        rows: tiers that hold its latents, likewise.
         pins: how often it is pinned.
         idle: seconds since it was used last.
     """
@@ -144,10 +145,24 @@ def explain(
     )
 
 
-def tree(store: Store, most: int, now: float, namespace: bytes | None = None) -> list[TreeNode]:
-    """The first nodes of a namespace's tree, of every namespace's without one, shallow to deep."""
+def tree(
+    store: Store,
+    most: int,
+    now: float,
+    namespace: bytes | None = None,
+    elsewhere: Mapping[Tier, Container[str]] | None = None,
+) -> list[TreeNode]:
+    """The first nodes of the prefix tree, shallow to deep.
+
+    Args:
+        store: what is held here.
+        most: nodes.
+        now: on the store's clock.
+        namespace: whose tree; every namespace's without one.
+        elsewhere: names of the checkpoints and pages that stores of objects are known to hold.
+    """
     names = sorted(store.prompts.indexes) if namespace is None else [namespace]
-    walks = [_walk(store, name, now) for name in names if name in store.prompts.indexes]
+    walks = [_walk(store, name, now, elsewhere or {}) for name in names if name in store.prompts.indexes]
     found: list[TreeNode] = []
     while walks and len(found) < most:  # a node of each in turn, so that none hides the others
         for walk in list(walks):
@@ -159,7 +174,9 @@ def tree(store: Store, most: int, now: float, namespace: bytes | None = None) ->
     return found
 
 
-def _walk(store: Store, namespace: bytes, now: float) -> Iterator[TreeNode]:
+def _walk(
+    store: Store, namespace: bytes, now: float, elsewhere: Mapping[Tier, Container[str]]
+) -> Iterator[TreeNode]:
     nodes = store.prompts.indexes[namespace].nodes
     left = deque(sorted(nodes[0].children.values()))
     while left:
@@ -167,6 +184,14 @@ def _walk(store: Store, namespace: bytes, now: float) -> Iterator[TreeNode]:
         node = nodes[at]
         left += sorted(node.children.values())
         kind = None if node.key is None else store.prompts.places[node.key].kind.value
+        pages = [page_name(page) for page in node.names]
+        states = {tier for tier in Tier if node.states & tier.bit}
+        rows = {tier for tier in Tier if node.rows & tier.bit}
+        for tier, names in elsewhere.items():
+            if node.key is not None and state_name(node.key) in names:
+                states.add(tier)
+            if all(page in names for page in pages) if pages else tier in states:
+                rows.add(tier)  # rows of an unfinished page come with the state
         yield TreeNode(
             at,
             node.parent,
@@ -175,12 +200,8 @@ def _walk(store: Store, namespace: bytes, now: float) -> Iterator[TreeNode]:
             node.stop,
             node.key is not None,
             kind,
-            _names(node.states),
-            _names(node.rows),
+            tuple(map(name, sorted(states))),
+            tuple(map(name, sorted(rows))),
             node.pins,
             now - node.last_use,
         )
-
-
-def _names(tiers: int) -> tuple[str, ...]:
-    return tuple(name(tier) for tier in Tier if tiers & tier.bit)

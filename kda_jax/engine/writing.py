@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -95,6 +95,11 @@ class Writing:
     def tiers(self) -> tuple[Tier, ...]:
         """Those that are written to."""
         return (*self._host, *self._stores)
+
+    @property
+    def known(self) -> Mapping[Tier, Container[str]]:
+        """Names of the checkpoints and pages that each store of objects is known to hold, or is about to."""
+        return self._known
 
     @property
     def waiting(self) -> bool:
