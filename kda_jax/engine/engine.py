@@ -243,10 +243,8 @@ class Engine:
 
     def tree(self, most: int = 500, *, tenant: str | None = None) -> list[TreeNode]:
         """The first nodes of the prefix tree, shallow to deep: a tenant's, or with None those of every namespace."""
-        namespace, known = (
-            None if tenant is None else _digest(self._namespace, tenant),
-            self._slower.writing.known,
-        )
+        namespace = None if tenant is None else _digest(self._namespace, tenant)
+        known = self._slower.writing.known
         return self._owner.ask(lambda: tree(self._holder.store, most, time.monotonic(), namespace, known))
 
     def drain(self, timeout: float) -> bool:
