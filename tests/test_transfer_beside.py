@@ -8,8 +8,10 @@ import sys
 import threading
 import weakref
 from contextlib import closing, suppress
+from functools import partial
 from time import monotonic, sleep
 
+import numpy as np
 import pytest
 
 from transfer.beside import Beside, ahead
@@ -57,12 +59,22 @@ def test_beginning_waits_for_nothing() -> None:
     assert held.result(LONG) and after.result(LONG) == 0  # what came before the close is done
 
 
+def test_work_that_was_done_is_not_kept() -> None:
+    """While the next is waited for: what it had may be large, or lent."""
+    beside, room = Beside(), np.zeros(9)
+    alive = weakref.ref(room)
+    beside.do(partial(np.sum, room)).result(LONG)
+    del room
+    end = monotonic() + LONG
+    while alive() is not None and monotonic() < end:
+        sleep(0.01)
+    assert alive() is None
+    beside.close()
+
+
 @pytest.mark.parametrize("ends", ["at the end", "early"])
 def test_the_thread_ends_and_keeps_nothing(ends: str) -> None:
-    class Thing:
-        pass
-
-    before, things = _thread._count(), [Thing() for _ in range(3)]
+    before, things = _thread._count(), [np.zeros(9) for _ in range(3)]
     alive = [weakref.ref(thing) for thing in things]
     with closing(ahead(lambda thing: [thing], things)) as made:
         for _ in range(1 if ends == "early" else 3):
