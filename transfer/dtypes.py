@@ -29,7 +29,8 @@ def dtype_name(leaf: str, array: NDArray) -> str:
         raise ValueError(
             f"leaf {leaf!r} is a {type(array).__name__}; a checkpoint holds numpy arrays, np.asarray makes one"
         )
-    known = DTYPES.get(array.dtype.name)
+    name = array.dtype.name
+    known = DTYPES.get(name)
     if known is None:
         raise ValueError(
             f"leaf {leaf!r} has dtype {array.dtype}, which a checkpoint does not hold; it holds {', '.join(DTYPES)}"
@@ -39,4 +40,4 @@ def dtype_name(leaf: str, array: NDArray) -> str:
             f"leaf {leaf!r} is big-endian ({array.dtype.str}); convert it with .astype({known.str!r}), a checkpoint"
             " is little-endian"
         )
-    return known.name
+    return name

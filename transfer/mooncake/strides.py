@@ -13,6 +13,8 @@ from transfer.objects import Bytes, Item
 STAGED = 8 * MIB
 """Most bytes that are copied for one library call: two calls' stay in the cache from the copy until they are sent, and
 the time of a call itself is little beside theirs."""
+FIRST = 2 * MIB
+"""As many for the first call, as nothing is sent meanwhile."""
 
 
 class Span(NamedTuple):
@@ -44,9 +46,11 @@ class Runs(NamedTuple):
 
 
 def strides(items: Sequence[Item], is_staged: Callable[[Bytes], bool]) -> list[list[Span]]:
-    """Every byte of the objects once, in order. A stride ends where `STAGED` bytes of it are to be copied."""
+    """Every byte of the objects once, in order. A stride ends where `STAGED` bytes of it are to be copied, the first
+    one where `FIRST` are.
+    """
     found: list[list[Span]] = [[]]
-    room = STAGED
+    room = min(FIRST, STAGED)
     for i, item in enumerate(items):
         offset = 0
         for piece in item.pieces:
