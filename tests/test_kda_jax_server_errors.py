@@ -216,10 +216,13 @@ def test_too_many_requests_at_once() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_a_request_that_fails_or_takes_too_long(streams: bool) -> None:
+def test_a_request_that_fails_or_takes_too_long(streams: bool, caplog: pytest.LogCaptureFixture) -> None:
     engine = EchoEngine()
     with running(engine, limits=Limits(request_s=0.05)) as site:
-        for fails, status, words in ((True, 500, "the test said so"), (False, 504, "0.05 s")):
+        for fails, status, words in (
+            (True, 500, "the engine failed at this request"),
+            (False, 504, "0.05 s"),
+        ):
             engine.fails = fails
             engine.hold.clear()
             answer = site.ask("POST", TEXT, text(max_tokens=9, stream=streams))
@@ -228,7 +231,9 @@ def test_a_request_that_fails_or_takes_too_long(streams: bool) -> None:
                 assert nothing == "" and last.startswith('data: {"error"') and words in last
             else:
                 assert answer.status == status and words in answer.json["error"]["message"]
+            assert b"the test said so" not in answer.body
             assert soon(lambda: len(site.serving.live) == 0)
+    assert caplog.text.count("the test said so") == 1
 
 
 def test_an_error_of_the_servers_own_is_told_without_details(caplog: pytest.LogCaptureFixture) -> None:
@@ -278,14 +283,18 @@ def test_draining_ends_what_does_not_finish() -> None:
     assert not site.server.all_finished
 
 
-def test_an_engine_that_failed_is_no_healthy_server() -> None:
+def test_an_engine_that_failed_is_no_healthy_server(caplog: pytest.LogCaptureFixture) -> None:
+    """What it failed of is for the log, and there once."""
     engine = EchoEngine()
     with running(engine) as site:
         assert site.ask("GET", "/health").json == {"status": "ok"}
-        engine.closed = "the engine failed: out of memory"
-        for method, path, body in (("GET", "/health", None), ("POST", TEXT, text())):
+        engine.closed = "the engine failed: OSError: /secret/path"
+        for method, path, body in (("GET", "/health", None), ("POST", TEXT, text()), ("POST", CHAT, chat())):
             answer = site.ask(method, path, body)
-            assert answer.status == 503 and answer.json["error"]["message"] == engine.closed
+            assert answer.status == 503 and answer.json["error"]["code"] == "closed"
+            assert answer.json["error"]["message"] == "the engine has failed, or was stopped"
+            assert answer.headers["retry-after"] == "1"
+    assert caplog.text.count("/secret/path") == 1
 
 
 def test_limits_are_checked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections import Counter
@@ -34,7 +35,7 @@ class Answer:
         form: of the json.
 
     Raises:
-        ApiError: what `Live.begin` and `Serving.submit` raise. Nothing is left behind then.
+        ApiError: what `Serving.submit` raises. Nothing is left behind then.
     """
 
     def __init__(
@@ -60,6 +61,11 @@ class Answer:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def streams(self) -> bool:
+        """Whether it was asked for in chunks."""
+        return bool(self._asked.stream)
 
     def close(self) -> None:
         """Ends what is not finished; more than once is no more than once."""
@@ -143,7 +149,10 @@ class Answer:
         if reason == "expired":
             raise ApiError(504, f"not finished after {self._serving.limits.request_s} s", code="timeout")
         if reason == "failed":
-            raise ApiError(500, f"the engine failed: {finished.error}", code="engine_failed")
+            logging.getLogger(__name__).error("%s failed: %s", self._live.name, finished.error)
+            message = f"the engine failed at this request; the server's log says more of {self._live.name}"
+            raise ApiError(500, message, code="engine_failed")
+        self._serving.door.opened()
         usage = finished.usage
         self._serving.history.add(self._tenant, usage.prompt_tokens, usage.cached, choice.completion_tokens)
 
@@ -154,6 +163,7 @@ class Answer:
         else:
             metrics.first_token.observe(now - self._live.begun)
             self._live.first = self._live.first or now - self._live.begun
+            self._serving.door.opened()
         self._live.generated += 1
         self._last[index] = now
 

@@ -84,11 +84,13 @@ def description(name: str, keys: bool) -> dict[str, Any]:
         },
         "/explain": {
             "get": {
-                **_get("Where a text would resume, and what limits it.", explained, 400, 401, 403),
+                **_get("Where a text would resume, and what limits it.", explained, 400, 401, 403, 429),
                 "parameters": [prompt],
             },
             "post": {
-                **_get("The same of the body of a completion or a chat.", explained, 400, 401, 403, 408, 413),
+                **_get(
+                    "The same of the body of a completion or a chat.", explained, 400, 401, 403, 408, 413, 429
+                ),
                 "requestBody": _body("ExplainRequest"),
             },
         },

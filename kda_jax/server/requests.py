@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 MOST_STOPS = 16
 MOST_TOP = 20
 INT32 = 2**31 - 1
+_SPENT = ("prompt", "messages", "user", "metadata", "safety_identifier", "prompt_cache_key")
 _TEXT: dict[str, Any] = {"type": "string"}
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -137,6 +138,11 @@ class Asked(_Strict):
     def most_new_tokens(self) -> int | None:
         """Most tokens to generate, if it says."""
         return self.max_tokens
+
+    def without_prompt(self) -> Asked:
+        """What is left to know when the prompt has become tokens, so that the text need not be kept beside them."""
+        spent = {name: None for name in _SPENT if name in type(self).model_fields}
+        return self.model_copy(update=spent)
 
 
 class CompletionRequest(Asked):
