@@ -300,6 +300,10 @@ def test_an_engine_that_failed_is_no_healthy_server(caplog: pytest.LogCaptureFix
 def test_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="requests=0 must be above 0"):
         Limits(requests=0)
+    with pytest.raises(ValueError, match="unread_s=-1"):
+        Limits(unread_s=-1)
+    with pytest.raises(ValueError, match="bodies_nbytes=5 must be at least body_nbytes=6"):
+        Limits(bodies_nbytes=5, body_nbytes=6)
 
 
 def test_a_second_signal_stops_at_once_and_says_that_not_all_have_finished() -> None:

@@ -57,7 +57,7 @@ def test_who_does_not_read_is_hung_up_on(streams: bool) -> None:
 def test_who_reads_slowly_gets_all() -> None:
     """Longer than a client may take nothing, but never nothing for so long."""
     body = posted(max_tokens=800, logprobs=20)
-    with running(EchoEngine(), limits=Limits(unread_s=0.4)) as site:
+    with running(EchoEngine(), limits=Limits(unread_s=1.0)) as site:
         with asking(site, len(body), head="Connection: close\r\n", sent=body) as connection:
             got = b""
             while part := connection.recv(50_000):

@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
+
 from kda_jax.engine import Token
 from kda_jax.server.choice import Choice, Piece, interleaved
 from kda_jax.server.errors import ApiError
@@ -30,7 +32,7 @@ class Answer:
         serving: where.
         tenant: who asks.
         asked: what.
-        prompts: token ids of each; choice `p * n + i` is the i-th continuation of the p-th.
+        prompts: token ids of each, int32 [T]; choice `p * n + i` is the i-th continuation of the p-th.
         rooms: most tokens to generate behind each.
         form: of the json.
 
@@ -43,7 +45,7 @@ class Answer:
         serving: Serving,
         tenant: Tenant,
         asked: Asked,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[np.ndarray],
         rooms: Sequence[int],
         form: Form,
     ) -> None:

@@ -22,7 +22,7 @@ class Limits:
         drain_s: seconds that requests have to finish once the server is told to stop.
 
     Raises:
-        ValueError: for values that are not positive.
+        ValueError: for values that are not positive, and bodies together that are less than one.
     """
 
     body_nbytes: int = 8 << 20
@@ -41,3 +41,7 @@ class Limits:
             value = getattr(self, field.name)
             if value is not None and not value > 0:
                 raise ValueError(f"{field.name}={value} must be above 0")
+        if self.bodies_nbytes < self.body_nbytes:
+            raise ValueError(
+                f"bodies_nbytes={self.bodies_nbytes} must be at least body_nbytes={self.body_nbytes}, one body"
+            )

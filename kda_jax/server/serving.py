@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
 
@@ -99,11 +100,11 @@ class Serving:
         """Makes tokens of a prompt, beside the event loop. A few at once: more would take turns, and the loop's."""
         return await to_thread.run_sync(partial(work, *given), limiter=self._preparing)
 
-    def submit(self, tokens: Sequence[int], asked: Asked, tenant: Tenant, seed: int, room: int) -> Stream:
+    def submit(self, tokens: np.ndarray, asked: Asked, tenant: Tenant, seed: int, room: int) -> Stream:
         """Hands one continuation to the engine.
 
         Args:
-            tokens: the prompt.
+            tokens: the prompt, int32 [T].
             asked: how to go on.
             tenant: who asks.
             seed: of the random numbers.
