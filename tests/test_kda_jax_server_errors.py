@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import signal
 import socket
 import threading
@@ -85,6 +87,7 @@ WRONG = [
     (CHAT, chat(top_logprobs=21), "top_logprobs", "20"),
     (CHAT, chat(tools=[{}]), "tools", "not supported"),
     (CHAT, chat(prompt="x"), "prompt", "not known here"),
+    (CHAT, chat(response_format={"type": "json_object"}), "response_format", "not supported unless"),
     ("/explain", {}, "prompt", "give a prompt"),
     ("/explain", text(messages=[HELLO]), "prompt", "not both"),
     ("/explain", text(prompt=["a", "b"]), "prompt", "one at a time"),
@@ -133,12 +136,40 @@ def test_fields_that_ask_for_nothing_are_taken(site: Site, fields: dict) -> None
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v2", 404), ("GET", "/v1/models/x/y", 404), ("GET", TEXT, 405), ("DELETE", "/health", 405)],
+    [
+        ("GET", "/v2", 404),
+        ("GET", "/v1/models/x/y", 404),
+        ("GET", TEXT, 405),
+        ("DELETE", "/health", 405),
+        ("POST", f"{TEXT}/", 404),
+    ],
 )
 def test_other_paths(site: Site, method: str, path: str, status: int) -> None:
     answer = site.ask(method, path)
     assert answer.status == status and answer.json["error"]["message"]
     assert status == 404 or "allow" in answer.headers
+
+
+def curl(site: Site, *lines: str, body: bytes = b"") -> bytes:
+    """What is answered to a request that is written out."""
+    with socket.create_connection(("127.0.0.1", site.port), timeout=20) as connection:
+        head = "\r\n".join([*lines, "Host: x", "Connection: close", f"Content-Length: {len(body)}", "", ""])
+        connection.sendall(head.encode() + body)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def test_unusual_requests(site: Site) -> None:
+    """What is legal is taken: no content type, another one, no content; what is not says why."""
+    asked = json.dumps(text(max_tokens=1, stop=["x"])).encode()
+    for line in ("Accept: */*", "Content-Type: text/plain", "Content-Encoding: identity"):
+        assert curl(site, f"POST {TEXT} HTTP/1.1", line, body=asked).startswith(b"HTTP/1.1 200")
+    packed = curl(site, f"POST {TEXT} HTTP/1.1", "Content-Encoding: gzip", body=gzip.compress(asked))
+    assert packed.startswith(b"HTTP/1.1 415") and b"got 'gzip'" in packed
+    assert curl(site, "HEAD /health HTTP/1.1").endswith(b"\r\n\r\n")
+    for messages in ([{"role": "user", "content": ""}], [{"role": "assistant"}, HELLO]):
+        assert site.ask("POST", CHAT, chat(*messages, max_tokens=1)).status == 200
+    plain = chat(max_tokens=1, response_format={"type": "text"})
+    assert site.ask("POST", CHAT, plain).status == 200
 
 
 def test_a_body_that_is_too_large(site: Site) -> None:
@@ -301,7 +332,7 @@ def test_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="requests=0 must be above 0"):
         Limits(requests=0)
     with pytest.raises(ValueError, match="unread_s=-1"):
-        Limits(unread_s=-1)
+        Limits(unread_s=-1.0)
     with pytest.raises(ValueError, match="bodies_nbytes=5 must be at least body_nbytes=6"):
         Limits(bodies_nbytes=5, body_nbytes=6)
 

@@ -42,6 +42,7 @@ def application(serving: Serving) -> Starlette:
             Exception: _broken,
         },
     )
+    app.router.redirect_slashes = False
     app.state.serving = serving
     return app
 

@@ -28,10 +28,13 @@ async def read(request: Request, kind: type[Body], serving: Serving) -> AsyncIte
     block is left, which is for making tokens of it.
 
     Raises:
-        ApiError: 400 for what is not of that type, 408 for a body that comes too slowly, 413 for one too large, 429 if
-            there is no room for it beside others.
+        ApiError: 400 for what is not of that type, 408 for a body that comes too slowly, 413 for one too large, 415 for
+            one that is encoded, 429 if there is no room for it beside others.
     """
     limits = serving.limits
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(415, f"Content-Encoding: bodies are taken as they are, got {encoding!r}")
     announced = _announced(request)
     if announced > _SPARE * limits.body_nbytes:
         raise _too_large(limits)

@@ -12,7 +12,8 @@ from kda_jax.server.limits import Limits
 
 SENT_NBYTES = 32 << 10
 """Bytes that the kernel is asked to keep for a client that does not read; the server itself keeps one event. The kernel
-takes more when a good part of it is free, so a client that takes less than that in the time is as one that takes nothing."""
+takes more when a good part of it is free: a client that takes less than that in the time is as one that takes nothing.
+"""
 
 
 class Protocol(H11Protocol):

@@ -59,6 +59,12 @@ def _neutral(value: Any) -> Any:
     return value
 
 
+def _as_text(value: Any) -> Any:
+    if value and value != {"type": "text"}:
+        raise ValueError('is not supported unless it is {"type": "text"}; leave it out')
+    return value
+
+
 Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(_prompts),
@@ -91,6 +97,24 @@ Content = Annotated[
 ]
 Zero = Annotated[float, Field(ge=0, le=0)] | None
 Nothing = Annotated[Any, AfterValidator(_neutral), WithJsonSchema({"type": "null"})]
+
+AsText = Annotated[
+    Any,
+    AfterValidator(_as_text),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {"type": {"const": "text"}},
+                    "required": ["type"],
+                    "additionalProperties": False,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 
 
 class _Strict(BaseModel):
@@ -176,7 +200,7 @@ class ChatRequest(Asked):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     tools: Nothing = None
     tool_choice: Literal["none"] | None = None
-    response_format: Nothing = None
+    response_format: AsText = None
 
     @property
     def top_logprobs_asked(self) -> int | None:
