@@ -19,7 +19,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if all(type(item) is int for item in value):
+        if _is_ids(value):
             return [value]
         if all(isinstance(item, str) or (_is_ids(item) and item) for item in value):
             return value
@@ -27,7 +27,9 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {
+        int
+    }  # one look a token is dear for long prompts
 
 
 def _stops(value: Any) -> list[str]:
