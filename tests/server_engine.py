@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from cache.stats import TierStats
 from kda_jax.engine import (
@@ -55,7 +56,7 @@ class EchoEngine:
 
     def submit(
         self,
-        tokens: Sequence[int],
+        tokens: np.ndarray,
         *,
         max_new_tokens: int,
         sampler: Sampler = GREEDY,
@@ -68,7 +69,8 @@ class EchoEngine:
             raise Closed(self.closed)
         if self.error is not None:
             raise self.error
-        given = {"tokens": list(tokens), "max_new_tokens": max_new_tokens, "sampler": sampler, "seed": seed}
+        tokens = tokens.tolist()
+        given = {"tokens": tokens, "max_new_tokens": max_new_tokens, "sampler": sampler, "seed": seed}
         self.submitted.append(given | {"timeout": timeout, "tenant": tenant, "logprobs": logprobs})
         id, ended = next(self._ids), threading.Event()
         stream = Stream(id, lambda _: ended.set())
@@ -77,7 +79,7 @@ class EchoEngine:
         self._seen[tenant, tuple(tokens)] += 1
         threading.Thread(
             target=self._generate,
-            args=(stream, ended, list(tokens), max_new_tokens, seed, logprobs, cached, timeout),
+            args=(stream, ended, tokens, max_new_tokens, seed, logprobs, cached, timeout),
         ).start()
         return stream
 
@@ -130,7 +132,7 @@ class EchoEngine:
                 ended.set()
         return finished
 
-    def explain(self, tokens: Sequence[int], *, tenant: str = "") -> Explanation:
+    def explain(self, tokens: np.ndarray, *, tenant: str = "") -> Explanation:
         known = len(tokens) - 1 if self._seen[tenant, tuple(tokens)] else 0
         limit = Limit(known, "last token") if known else Limit(0, "parts here")
         return Explanation(

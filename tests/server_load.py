@@ -1,7 +1,8 @@
 """Those who talk to servers all the time: they check each answer, and note what failed.
 
 `python tests/server_load.py --minutes 60` is a soak: two servers, a Mooncake, clients that hang up and bursts of more
-than fits; it prints each server's memory, file descriptors and threads from time to time.
+than fits; it prints each server's memory, file descriptors and threads from time to time. First it measures for
+`--pace` seconds how fast one of them serves what it accepts, in bursts of ten times its capacity against quiet periods.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 import json
 import random
 import socket
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +22,18 @@ from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from instances_site import Answer, Instance, Model, Turn
+from instances_site import LENGTH, QUEUED, SLOTS, Answer, Instance, Model, Turn
 
 from transfer.mooncake.local import LocalMooncake
 
 MIB = 1 << 20
 AT_ONCE = 70
 """Requests of a burst: two run and four or five wait, the others are too many."""
+PERIOD_S, PACED, PROMPTS = 5.0, 32, 40
+"""Seconds of a quiet period and of a burst, tokens of a request whose times are taken, and prompts that are drawn from:
+more than are kept."""
 
 
 class Process(NamedTuple):
@@ -152,15 +158,37 @@ def soak(load: Load, seconds: float, seed: int = 0) -> None:
             sleep(0.2)
 
 
+def pace(server: Instance, seconds: float) -> dict[str, Any]:
+    """The times of accepted requests in quiet periods and in bursts, see `server_pace`; quiet ones fill a server, its
+    queue too."""
+    choose = random.Random(0)
+    prompts = [choose.choices(range(256), k=LENGTH) for _ in range(PROMPTS)]
+    periods = max(1, round(seconds / (2 * PERIOD_S)))
+    ask = {"model": "m", "max_tokens": PACED, "temperature": 0, "stream": True}
+    asked = {
+        "address": server.address,
+        "bodies": [json.dumps({**ask, "prompt": prompt}) for prompt in prompts],
+        "clients": SLOTS + QUEUED // LENGTH - 1,
+        "periods": periods,
+        "seconds": PERIOD_S,
+    }
+    line = [sys.executable, str(Path(__file__).with_name("server_pace.py"))]
+    ended = subprocess.run(line, input=json.dumps(asked), capture_output=True, text=True, check=True)
+    return json.loads(ended.stdout)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--model", type=Path, required=True, help="a folder; the test's `byte_model`")
+    parser.add_argument("--pace", type=float, default=60.0, help="seconds; 0 for none")
     asked = parser.parse_args()
     with LocalMooncake(segment_bytes=64 * MIB) as mooncake, ExitStack() as closing:
         store = f"mooncake:{mooncake.address}"
         compiled = Path(closing.enter_context(TemporaryDirectory()))
         servers = [closing.enter_context(Instance(asked.model, store, compiled)) for _ in range(2)]
+        if asked.pace:
+            print(json.dumps(pace(servers[0], asked.pace)), flush=True)
         model = Model(asked.model)
         load = Load(model, servers, [model.conversation(seed) for seed in range(12)])
         soak(load, 10.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import jax
@@ -243,6 +245,31 @@ def test_what_a_stop_string_may_still_reach_into_is_not_safe() -> None:
         collected.push(byte)
         safe.append(collected.num_safe)
     assert safe == [1, 2, 2, 2, 5, 6, 6, 6, 6, 10]
+
+
+def test_what_is_safe_takes_no_more_work_in_a_long_text() -> None:
+    """Counted in steps of the interpreter: twice the text, twice the steps."""
+
+    def steps(count: int) -> int:
+        collected, seen = TextStream(TOKENIZER.decode, ["STOP"]), [0]
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            if frame.f_code.co_filename.endswith("text.py"):
+                seen[0] += 1
+                return trace
+            return None
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            for i in range(count):
+                collected.push(b"no STO yet"[i % 10])
+                assert collected.num_safe in range(i - 3, i + 2)
+        finally:
+            sys.settrace(before)
+        return seen[0]
+
+    assert steps(400) < 2.2 * steps(200)
 
 
 def test_tokens_whose_text_depends_on_the_one_before() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import signal
 import socket
 import threading
@@ -85,6 +87,7 @@ WRONG = [
     (CHAT, chat(top_logprobs=21), "top_logprobs", "20"),
     (CHAT, chat(tools=[{}]), "tools", "not supported"),
     (CHAT, chat(prompt="x"), "prompt", "not known here"),
+    (CHAT, chat(response_format={"type": "json_object"}), "response_format", "not supported unless"),
     ("/explain", {}, "prompt", "give a prompt"),
     ("/explain", text(messages=[HELLO]), "prompt", "not both"),
     ("/explain", text(prompt=["a", "b"]), "prompt", "one at a time"),
@@ -133,12 +136,40 @@ def test_fields_that_ask_for_nothing_are_taken(site: Site, fields: dict) -> None
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v2", 404), ("GET", "/v1/models/x/y", 404), ("GET", TEXT, 405), ("DELETE", "/health", 405)],
+    [
+        ("GET", "/v2", 404),
+        ("GET", "/v1/models/x/y", 404),
+        ("GET", TEXT, 405),
+        ("DELETE", "/health", 405),
+        ("POST", f"{TEXT}/", 404),
+    ],
 )
 def test_other_paths(site: Site, method: str, path: str, status: int) -> None:
     answer = site.ask(method, path)
     assert answer.status == status and answer.json["error"]["message"]
     assert status == 404 or "allow" in answer.headers
+
+
+def curl(site: Site, *lines: str, body: bytes = b"") -> bytes:
+    """What is answered to a request that is written out."""
+    with socket.create_connection(("127.0.0.1", site.port), timeout=20) as connection:
+        head = "\r\n".join([*lines, "Host: x", "Connection: close", f"Content-Length: {len(body)}", "", ""])
+        connection.sendall(head.encode() + body)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def test_unusual_requests(site: Site) -> None:
+    """What is legal is taken: no content type, another one, no content; what is not says why."""
+    asked = json.dumps(text(max_tokens=1, stop=["x"])).encode()
+    for line in ("Accept: */*", "Content-Type: text/plain", "Content-Encoding: identity"):
+        assert curl(site, f"POST {TEXT} HTTP/1.1", line, body=asked).startswith(b"HTTP/1.1 200")
+    packed = curl(site, f"POST {TEXT} HTTP/1.1", "Content-Encoding: gzip", body=gzip.compress(asked))
+    assert packed.startswith(b"HTTP/1.1 415") and b"got 'gzip'" in packed
+    assert curl(site, "HEAD /health HTTP/1.1").endswith(b"\r\n\r\n")
+    for messages in ([{"role": "user", "content": ""}], [{"role": "assistant"}, HELLO]):
+        assert site.ask("POST", CHAT, chat(*messages, max_tokens=1)).status == 200
+    plain = chat(max_tokens=1, response_format={"type": "text"})
+    assert site.ask("POST", CHAT, plain).status == 200
 
 
 def test_a_body_that_is_too_large(site: Site) -> None:
@@ -216,10 +247,13 @@ def test_too_many_requests_at_once() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_a_request_that_fails_or_takes_too_long(streams: bool) -> None:
+def test_a_request_that_fails_or_takes_too_long(streams: bool, caplog: pytest.LogCaptureFixture) -> None:
     engine = EchoEngine()
     with running(engine, limits=Limits(request_s=0.05)) as site:
-        for fails, status, words in ((True, 500, "the test said so"), (False, 504, "0.05 s")):
+        for fails, status, words in (
+            (True, 500, "the engine failed at this request"),
+            (False, 504, "0.05 s"),
+        ):
             engine.fails = fails
             engine.hold.clear()
             answer = site.ask("POST", TEXT, text(max_tokens=9, stream=streams))
@@ -228,7 +262,9 @@ def test_a_request_that_fails_or_takes_too_long(streams: bool) -> None:
                 assert nothing == "" and last.startswith('data: {"error"') and words in last
             else:
                 assert answer.status == status and words in answer.json["error"]["message"]
+            assert b"the test said so" not in answer.body
             assert soon(lambda: len(site.serving.live) == 0)
+    assert caplog.text.count("the test said so") == 1
 
 
 def test_an_error_of_the_servers_own_is_told_without_details(caplog: pytest.LogCaptureFixture) -> None:
@@ -278,19 +314,27 @@ def test_draining_ends_what_does_not_finish() -> None:
     assert not site.server.all_finished
 
 
-def test_an_engine_that_failed_is_no_healthy_server() -> None:
+def test_an_engine_that_failed_is_no_healthy_server(caplog: pytest.LogCaptureFixture) -> None:
+    """What it failed of is for the log, and there once."""
     engine = EchoEngine()
     with running(engine) as site:
         assert site.ask("GET", "/health").json == {"status": "ok"}
-        engine.closed = "the engine failed: out of memory"
-        for method, path, body in (("GET", "/health", None), ("POST", TEXT, text())):
+        engine.closed = "the engine failed: OSError: /secret/path"
+        for method, path, body in (("GET", "/health", None), ("POST", TEXT, text()), ("POST", CHAT, chat())):
             answer = site.ask(method, path, body)
-            assert answer.status == 503 and answer.json["error"]["message"] == engine.closed
+            assert answer.status == 503 and answer.json["error"]["code"] == "closed"
+            assert answer.json["error"]["message"] == "the engine has failed, or was stopped"
+            assert answer.headers["retry-after"] == "1"
+    assert caplog.text.count("/secret/path") == 1
 
 
 def test_limits_are_checked() -> None:
     with pytest.raises(ValueError, match="requests=0 must be above 0"):
         Limits(requests=0)
+    with pytest.raises(ValueError, match="unread_s=-1"):
+        Limits(unread_s=-1.0)
+    with pytest.raises(ValueError, match="bodies_nbytes=5 must be at least body_nbytes=6"):
+        Limits(bodies_nbytes=5, body_nbytes=6)
 
 
 def test_a_second_signal_stops_at_once_and_says_that_not_all_have_finished() -> None:

@@ -57,6 +57,10 @@ def serve(
     ] = None,
     drain: Annotated[float, typer.Option(min=0.1, help="Seconds to finish requests on SIGTERM.")] = 30.0,
     body_mb: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 8,
+    bodies_mb: Annotated[int, typer.Option(min=1, help="Bodies that are read at once; more get 429.")] = 64,
+    unread: Annotated[
+        float, typer.Option(min=0.1, help="Seconds after which a client that takes nothing is hung up on.")
+    ] = 30.0,
     chat_template: Annotated[
         Path | None, typer.Option(help="A jinja file in place of the model's own.")
     ] = None,
@@ -72,7 +76,13 @@ def serve(
     if not model.exists():
         raise CommandError(f"no such path: {model}; give a folder with config.json and model.safetensors")
     taken = Keys() if keys is None else read_keys(keys)
-    limits = Limits(body_nbytes=body_mb << 20, request_s=timeout, drain_s=drain)
+    limits = Limits(
+        body_nbytes=body_mb << 20,
+        bodies_nbytes=bodies_mb << 20,
+        unread_s=unread,
+        request_s=timeout,
+        drain_s=drain,
+    )
     tokenizer = kda_jax.load_tokenizer(model)
     if chat_template is not None:
         tokenizer.chat_template = chat_template.read_text(encoding="utf-8")

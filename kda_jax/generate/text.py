@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 HALF = "�"
@@ -27,8 +28,9 @@ class TextStream:
         self.text, self.stopped, self.num_kept = "", False, 0
         self._decode, self._stop = decode, tuple(stop)
         self._tokens: list[int] = []
-        self._ends: list[int] = []  # length of the text up to each token's end; -1 within a character
-        self._shown = 0
+        # Where tokens end that end with a character: how many they are, length of the text. Settled ones are gone.
+        self._ends: deque[tuple[int, int]] = deque()
+        self._settled, self._shown = 0, 0
         # Tokens from _window on are decoded together: those before _read said _before, all of it given out.
         self._window, self._read, self._before, self._taken = 0, 0, "", 0
 
@@ -41,12 +43,11 @@ class TextStream:
             # One replacement character at the end may be the beginning of a character; any before it is not.
             self.text += fresh[self._taken : -1]
             self._taken = max(self._taken, len(fresh) - 1)
-            self._ends.append(-1)
         else:
             self.text += fresh[self._taken :]
             self._window, self._read, self._taken = self._read, len(self._tokens), 0
             self._before = self._decode(self._tokens[self._window : self._read])
-            self._ends.append(len(self.text))
+            self._ends.append((len(self._tokens), len(self.text)))
         self._cut_at_stop(old)
         return self._show(0 if self.stopped else self._held_back())
 
@@ -73,8 +74,11 @@ class TextStream:
             self.num_kept = self._tokens_within(len(self.text))
 
     def _tokens_within(self, length: int) -> int:
-        """How many tokens say nothing beyond the first `length` characters."""
-        return max((n for n, end in enumerate(self._ends, start=1) if 0 <= end <= length), default=0)
+        """How many tokens say nothing beyond the first `length` characters, which never gets less: what may be the
+        beginning of a stop string begins no earlier when more has come."""
+        while self._ends and self._ends[0][1] <= length:
+            self._settled, _ = self._ends.popleft()
+        return self._settled
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that may be the beginning of a stop string."""

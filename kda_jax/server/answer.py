@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
+
+import numpy as np
 
 from kda_jax.engine import Token
 from kda_jax.server.choice import Choice, Piece, interleaved
@@ -29,12 +32,12 @@ class Answer:
         serving: where.
         tenant: who asks.
         asked: what.
-        prompts: token ids of each; choice `p * n + i` is the i-th continuation of the p-th.
+        prompts: token ids of each, int32 [T]; choice `p * n + i` is the i-th continuation of the p-th.
         rooms: most tokens to generate behind each.
         form: of the json.
 
     Raises:
-        ApiError: what `Live.begin` and `Serving.submit` raise. Nothing is left behind then.
+        ApiError: what `Serving.submit` raises. Nothing is left behind then.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class Answer:
         serving: Serving,
         tenant: Tenant,
         asked: Asked,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[np.ndarray],
         rooms: Sequence[int],
         form: Form,
     ) -> None:
@@ -60,6 +63,11 @@ class Answer:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def streams(self) -> bool:
+        """Whether it was asked for in chunks."""
+        return bool(self._asked.stream)
 
     def close(self) -> None:
         """Ends what is not finished; more than once is no more than once."""
@@ -143,7 +151,10 @@ class Answer:
         if reason == "expired":
             raise ApiError(504, f"not finished after {self._serving.limits.request_s} s", code="timeout")
         if reason == "failed":
-            raise ApiError(500, f"the engine failed: {finished.error}", code="engine_failed")
+            logging.getLogger(__name__).error("%s failed: %s", self._live.name, finished.error)
+            message = f"the engine failed at this request; the server's log says more of {self._live.name}"
+            raise ApiError(500, message, code="engine_failed")
+        self._serving.door.opened()
         usage = finished.usage
         self._serving.history.add(self._tenant, usage.prompt_tokens, usage.cached, choice.completion_tokens)
 
@@ -154,6 +165,7 @@ class Answer:
         else:
             metrics.first_token.observe(now - self._live.begun)
             self._live.first = self._live.first or now - self._live.begun
+            self._serving.door.opened()
         self._live.generated += 1
         self._last[index] = now
 

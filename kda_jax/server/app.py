@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kda_jax.server import endpoints, watching
+from kda_jax.server.delivery import Placed
 from kda_jax.server.errors import ApiError
 from kda_jax.server.openapi import description
 from kda_jax.server.serving import Serving
@@ -25,14 +26,14 @@ def application(serving: Serving) -> Starlette:
         routes=[
             Route("/", watching.page),
             Route("/live", watching.live),
-            Route("/explain", watching.explain, methods=["GET", "POST"]),
+            Route("/explain", Placed(watching.explain), methods=["GET", "POST"]),
             Route("/metrics", watching.metrics),
             Route("/health", endpoints.health),
             Route("/openapi.json", openapi),
             Route("/v1/models", endpoints.models),
             Route("/v1/models/{name:path}", endpoints.model),
-            Route("/v1/completions", endpoints.completions, methods=["POST"]),
-            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/v1/completions", Placed(endpoints.completions), methods=["POST"]),
+            Route("/v1/chat/completions", Placed(endpoints.chat), methods=["POST"]),
         ],
         exception_handlers={
             ApiError: _told,
@@ -41,6 +42,7 @@ def application(serving: Serving) -> Starlette:
             Exception: _broken,
         },
     )
+    app.router.redirect_slashes = False
     app.state.serving = serving
     return app
 

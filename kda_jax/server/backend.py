@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 from kda_jax.engine import Explanation, Statistics, Stream, TreeNode
 from kda_jax.sampling import Sampler
@@ -18,7 +19,7 @@ class Backend(Protocol):
 
     def submit(
         self,
-        tokens: Sequence[int],
+        tokens: np.ndarray,
         *,
         max_new_tokens: int,
         sampler: Sampler = ...,
@@ -28,7 +29,7 @@ class Backend(Protocol):
         logprobs: int = ...,
     ) -> Stream: ...
 
-    def explain(self, tokens: Sequence[int], *, tenant: str = ...) -> Explanation: ...
+    def explain(self, tokens: np.ndarray, *, tenant: str = ...) -> Explanation: ...
 
     def statistics(self) -> Statistics: ...
 

@@ -21,6 +21,7 @@ class ApiError(Exception):
         param: the field of the request.
         code: a word for programs.
         retry_s: seconds to wait before another try.
+        close: whether the connection is of no more use.
     """
 
     def __init__(
@@ -31,9 +32,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_s: int | None = None,
+        close: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_s = status, message, param, code, retry_s
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_s, self.close = retry_s, close
 
     def body(self) -> dict[str, Any]:
         """The json of a response, or of an event in a stream that has begun."""
@@ -46,6 +49,8 @@ class ApiError(Exception):
         headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.close:
+            headers["Connection"] = "close"
         return JSONResponse(self.body(), self.status, headers)
 
 

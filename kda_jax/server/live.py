@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,27 +48,37 @@ class Request:
 
 
 class Live:
-    """The requests of a server, `most` of them at once."""
+    """The requests of a server."""
 
     def __init__(self, most: int, retry_s: int) -> None:
+        """`most` of them at once; the others come again after `retry_s`."""
         self._most, self._retry_s = most, retry_s
-        self._requests: dict[str, Request] = {}
+        self._places, self._requests = 0, dict[str, Request]()
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def begin(self, request: Request) -> None:
-        """Takes a request among the live ones.
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place for a request: while its body comes, while it is served and while its answer is taken.
 
         Raises:
-            ApiError: 429 if there are enough.
+            ApiError: 429 if there is none.
         """
-        if len(self._requests) >= self._most:
+        if self._places >= self._most:
             raise too_many(f"{self._most} requests are being served", self._retry_s)
+        self._places += 1
+        try:
+            yield
+        finally:
+            self._places -= 1
+
+    def begin(self, request: Request) -> None:
+        """Shows a request, whose prompt has been read, among the live ones."""
         self._requests[request.name] = request
 
     def end(self, request: Request) -> None:
-        """Lets it go; more than once is no more than once."""
+        """Shows it no more; more than once is no more than once."""
         self._requests.pop(request.name, None)
 
     def rows(self, tenant: Tenant) -> list[dict[str, Any]]:

@@ -56,12 +56,13 @@ _REASONS = {
     404: "No such model.",
     408: "The body came too slowly.",
     413: "The body is too large.",
+    415: "The body is encoded.",
     429: "Too much waits already; Retry-After says when to come again.",
     500: "The engine failed.",
     503: "The server is shutting down.",
     504: "Not finished in time.",
 }
-_POSTED = (400, 401, 404, 408, 413, 429, 500, 503, 504)
+_POSTED = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 
 
 def description(name: str, keys: bool) -> dict[str, Any]:
@@ -84,11 +85,13 @@ def description(name: str, keys: bool) -> dict[str, Any]:
         },
         "/explain": {
             "get": {
-                **_get("Where a text would resume, and what limits it.", explained, 400, 401, 403),
+                **_get("Where a text would resume, and what limits it.", explained, 400, 401, 403, 429),
                 "parameters": [prompt],
             },
             "post": {
-                **_get("The same of the body of a completion or a chat.", explained, 400, 401, 403, 408, 413),
+                **_get(
+                    "The same of the body of a completion or a chat.", explained, 400, 401, 403, 408, 413, 429
+                ),
                 "requestBody": _body("ExplainRequest"),
             },
         },

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kda_jax.server.errors import ApiError
 from kda_jax.server.requests import Message
 from kda_jax.server.serving import Serving
 
 
-def of_prompts(serving: Serving, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    """Token ids of prompts; a text begins with the token that opens a text, where the model has one.
+def of_prompts(serving: Serving, prompts: Sequence[str | list[int]]) -> list[np.ndarray]:
+    """Token ids of prompts, int32 [T] each; a text begins with the token that opens a text, where the model has one.
 
     Raises:
         ApiError: 400 for an empty prompt, ids that are no tokens, and a prompt that leaves no room.
@@ -32,8 +34,8 @@ def of_prompts(serving: Serving, prompts: Sequence[str | list[int]]) -> list[lis
     return found
 
 
-def of_messages(serving: Serving, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, as the model's template writes it.
+def of_messages(serving: Serving, messages: Sequence[Message]) -> np.ndarray:
+    """Token ids of a conversation, int32 [T], as the model's template writes it.
 
     Raises:
         ApiError: 400 if the template refuses it, or the model has none, or the prompt leaves no room.
@@ -59,7 +61,7 @@ def room(serving: Serving, prompt_tokens: int, asked: int | None, default: int, 
     return min(default, left) if asked is None else asked
 
 
-def _within(serving: Serving, ids: list[int], param: str) -> list[int]:
+def _within(serving: Serving, ids: list[int], param: str) -> np.ndarray:
     if not ids:
         raise ApiError(400, f"{param} is empty; give at least one token to go on from", param=param)
     if len(ids) >= serving.context:
@@ -67,4 +69,4 @@ def _within(serving: Serving, ids: list[int], param: str) -> list[int]:
             f"{param} has {len(ids)} tokens, and with one to generate they must be at most {serving.context}"
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
-    return ids
+    return np.array(ids, np.int32)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 MOST_STOPS = 16
 MOST_TOP = 20
 INT32 = 2**31 - 1
+_SPENT = ("prompt", "messages", "user", "metadata", "safety_identifier", "prompt_cache_key")
 _TEXT: dict[str, Any] = {"type": "string"}
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -18,7 +19,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if all(type(item) is int for item in value):
+        if _is_ids(value):
             return [value]
         if all(isinstance(item, str) or (_is_ids(item) and item) for item in value):
             return value
@@ -26,7 +27,9 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {
+        int
+    }  # one look a token is dear for long prompts
 
 
 def _stops(value: Any) -> list[str]:
@@ -55,6 +58,12 @@ def _content(value: Any) -> str | None:
 def _neutral(value: Any) -> Any:
     if value:
         raise ValueError("is not supported; leave it out")
+    return value
+
+
+def _as_text(value: Any) -> Any:
+    if value and value != {"type": "text"}:
+        raise ValueError('is not supported unless it is {"type": "text"}; leave it out')
     return value
 
 
@@ -90,6 +99,24 @@ Content = Annotated[
 ]
 Zero = Annotated[float, Field(ge=0, le=0)] | None
 Nothing = Annotated[Any, AfterValidator(_neutral), WithJsonSchema({"type": "null"})]
+
+AsText = Annotated[
+    Any,
+    AfterValidator(_as_text),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {"type": {"const": "text"}},
+                    "required": ["type"],
+                    "additionalProperties": False,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 
 
 class _Strict(BaseModel):
@@ -138,6 +165,11 @@ class Asked(_Strict):
         """Most tokens to generate, if it says."""
         return self.max_tokens
 
+    def without_prompt(self) -> Asked:
+        """What is left to know when the prompt has become tokens, so that the text need not be kept beside them."""
+        spent = {name: None for name in _SPENT if name in type(self).model_fields}
+        return self.model_copy(update=spent)
+
 
 class CompletionRequest(Asked):
     """The body of /v1/completions."""
@@ -170,7 +202,7 @@ class ChatRequest(Asked):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     tools: Nothing = None
     tool_choice: Literal["none"] | None = None
-    response_format: Nothing = None
+    response_format: AsText = None
 
     @property
     def top_logprobs_asked(self) -> int | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from kda_jax.server.app import application
+from kda_jax.server.protocol import Protocol
 from kda_jax.server.serving import Serving
 
 _BACKLOG = 2048
@@ -69,7 +71,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application(serving),
-                http="h11",
+                http=partial(Protocol, serving.limits),  # pyright: ignore[reportArgumentType]
                 ws="none",
                 lifespan="off",
                 log_config=None,  # whoever runs it has said where logs go

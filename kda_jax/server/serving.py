@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from anyio import CapacityLimiter, to_thread
+from starlette.requests import Request
 
 from kda_jax.engine import Closed, Overloaded, Refused, Stream
 from kda_jax.sampling import make_sampler
 from kda_jax.server.backend import Backend
+from kda_jax.server.bodies import Bodies
+from kda_jax.server.door import Door
 from kda_jax.server.errors import ApiError
 from kda_jax.server.history import History
 from kda_jax.server.keys import Keys, Tenant
@@ -18,6 +26,10 @@ from kda_jax.server.live import Live, too_many
 from kda_jax.server.metrics import Metrics
 from kda_jax.server.requests import Asked
 from kda_jax.tokenizer import Tokenizer
+
+T = TypeVar("T")
+_AT_ONCE = 2
+_CLOSING = {"draining": "the server is shutting down", "closed": "the engine has failed, or was stopped"}
 
 
 class Serving:
@@ -32,7 +44,7 @@ class Serving:
         fingerprint: changes when the weights do.
         limits, keys: what it takes, and from whom.
         draining: whether it takes no more requests.
-        live, history, metrics: what happens.
+        live, bodies, door, history, metrics: what happens.
         begun: seconds since 1970 when it was made.
     """
 
@@ -53,9 +65,12 @@ class Serving:
         self.limits, self.keys = limits or Limits(), keys or Keys()
         self.draining = False
         self.live = Live(self.limits.requests, self.limits.retry_s)
+        self.bodies = Bodies(self.limits.bodies_nbytes, self.limits.retry_s)
+        self.door = Door(self.limits.retry_s)
         self.history = History()
         self.metrics = Metrics(engine, self.live)
         self.begun = int(time.time())
+        self._preparing, self._told = CapacityLimiter(_AT_ONCE), False
 
     def check_open(self) -> None:
         """Raises:
@@ -73,17 +88,23 @@ class Serving:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def closing(self) -> ApiError:
-        """What a request is told that the server does not take or finish any more."""
-        why = (
-            "the server is shutting down" if self.draining else self.engine.closed or "the engine was stopped"
-        )
-        return ApiError(503, why, code="draining" if self.draining else "closed", retry_s=self.limits.retry_s)
+        """What a request is told that the server does not take or finish any more. What the engine says of its end is
+        for the log."""
+        code = "draining" if self.draining else "closed"
+        if not self.draining and self.engine.closed and not self._told:
+            self._told = True
+            logging.getLogger(__name__).error("no request is taken any more: %s", self.engine.closed)
+        return ApiError(503, _CLOSING[code], code=code, retry_s=self.limits.retry_s)
 
-    def submit(self, tokens: Sequence[int], asked: Asked, tenant: Tenant, seed: int, room: int) -> Stream:
+    async def prepare(self, work: Callable[..., T], *given: Any) -> T:
+        """Makes tokens of a prompt, beside the event loop. A few at once: more would take turns, and the loop's."""
+        return await to_thread.run_sync(partial(work, *given), limiter=self._preparing)
+
+    def submit(self, tokens: np.ndarray, asked: Asked, tenant: Tenant, seed: int, room: int) -> Stream:
         """Hands one continuation to the engine.
 
         Args:
-            tokens: the prompt.
+            tokens: the prompt, int32 [T].
             asked: how to go on.
             tenant: who asks.
             seed: of the random numbers.
@@ -116,3 +137,21 @@ class Serving:
     def name_of(self, prefix: str) -> str:
         """A new name for a response."""
         return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def serving_of(request: Request) -> Serving:
+    """The server's own."""
+    return request.app.state.serving
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Who asks.
+
+    Raises:
+        ApiError: 401 without a key that the server takes.
+    """
+    tenant = serving_of(request).keys.tenant(request.headers.get("authorization", ""))
+    if tenant is None:
+        message = "no key that this server takes; send the header Authorization: Bearer KEY"
+        raise ApiError(401, message, code="invalid_api_key")
+    return tenant

@@ -17,12 +17,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from kda_jax.engine import Statistics
 from kda_jax.server import prompts, words
 from kda_jax.server.connection import read
-from kda_jax.server.endpoints import serving_of, tenant_of
 from kda_jax.server.errors import ApiError, bad_field
 from kda_jax.server.keys import Tenant
 from kda_jax.server.plain import plain
 from kda_jax.server.requests import ExplainRequest
-from kda_jax.server.serving import Serving
+from kda_jax.server.serving import Serving, serving_of, tenant_of
 
 MOST_NODES = 500
 PAGE = files("kda_jax.server").joinpath("page.html").read_text(encoding="utf-8")
@@ -85,20 +84,24 @@ async def explain(request: Request) -> Response:
     """GET /explain?prompt=TEXT, or POST with the body of a completion or a chat."""
     serving, tenant = serving_of(request), tenant_of(request)
     if request.method == "POST":
-        asked = await read(request, ExplainRequest, serving.limits)
-    else:
-        try:
-            asked = ExplainRequest.model_validate(dict(request.query_params))
-        except ValidationError as error:
-            raise bad_field(error) from None
+        async with read(request, ExplainRequest, serving) as asked:
+            return await _explained(serving, tenant, asked)
+    try:
+        asked = ExplainRequest.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise bad_field(error) from None
+    return await _explained(serving, tenant, asked)
+
+
+async def _explained(serving: Serving, tenant: Tenant, asked: ExplainRequest) -> Response:
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "prompt: give a prompt, or messages, and not both", param="prompt")
     if asked.prompt is not None and len(asked.prompt) != 1:
         raise ApiError(400, f"prompt: one at a time is explained, got {len(asked.prompt)}", param="prompt")
     if asked.prompt is not None:
-        (tokens,) = await run_in_threadpool(prompts.of_prompts, serving, asked.prompt)
+        (tokens,) = await serving.prepare(prompts.of_prompts, serving, asked.prompt)
     else:
-        tokens = await run_in_threadpool(prompts.of_messages, serving, asked.messages or [])
+        tokens = await serving.prepare(prompts.of_messages, serving, asked.messages or [])
     whose = tenant if asked.tenant is None else _named(serving, tenant, asked.tenant)
     found = await run_in_threadpool(serving.engine.explain, tokens, tenant=whose.salt)
     return JSONResponse({"words": words.of(found), **plain(found)})
