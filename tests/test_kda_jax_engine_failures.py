@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from engine_site import assert_cold, conserved, engine, programs
+from engine_rigged import Rigged, fails_once
+from engine_site import assert_cold, conserved, engine
 
 from cache.retention import Creation, Kind
-from kda_jax.engine import Closed, Memory, Outcome, Programs
+from kda_jax.engine import Closed, Memory, Outcome
 from kda_jax.engine.execution import Execution
 
 ENDS = Creation(kinds=frozenset({Kind.PROMPT_END, Kind.GENERATION_END}))
 PROMPT = [3] * 100
-
-
-class Rigged(Programs):
-    """Programs whose calls a test may spoil."""
-
-    def __init__(self) -> None:
-        self.__dict__.update(programs().__dict__)
-        self.spoil: Callable[..., None] = lambda name, *args: None
-        self.after: Callable[..., Any] = lambda name, out: out
-
-    def _run(self, name: tuple[str, int, int], *args: Any) -> Any:
-        self.spoil(name[0], *args)
-        return self.after(name[0], super()._run(name, *args))
-
-
-def fails_once(wanted: str, lose: bool = False) -> Callable[..., None]:
-    """The next call of a program fails, and takes the memory with it or not."""
-    left = [1]
-
-    def spoil(name: str, *args: Any) -> None:
-        if name == wanted and left:
-            left.clear()
-            for leaf in jax.tree.leaves(args[0]) if lose else ():
-                leaf.delete()
-            raise RuntimeError("out of luck")
-
-    return spoil
 
 
 def test_a_prefill_that_fails_fails_its_request_alone() -> None:
@@ -194,10 +167,10 @@ def test_a_turn_that_lets_go_of_a_checkpoint_is_followed_by_another() -> None:
         def turn() -> float | None:
             for key in one._loop._held:
                 writing.add(key)
-            assert writing.waiting
+            assert writing.copying.count
             made.spoil = fails_once("read_pages")
             due = one._loop.turn()
-            assert not writing.waiting
+            assert not writing.copying.count
             return due
 
         assert one._owner.ask(turn) is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,40 +12,18 @@ import jax
 import numpy as np
 import pytest
 from engine_site import CONFIG, NAMESPACE, assert_cold, cold, conserved, engine, programs
-from engine_storm import Eager
+from engine_tiers import ENDS, eager, forget_device, prompt_of, written
 
 from cache import KeyChain, Tier
 from cache.retention import Creation, Kind
 from cache.tiers import page_name
-from kda_jax.engine import Engine, Shared, cut
+from kda_jax.engine import Shared, cut
 from kda_jax.engine.portable import Portable
 from kda_jax.engine.programs import Lane
 from kda_jax.engine.rates import Line, Rates
 from kda_jax.forward import prefill
 from measure import assert_close
 from transfer import DiskObjects, MemoryObjects, Read
-
-ENDS = Creation(kinds=frozenset({Kind.PROMPT_END, Kind.GENERATION_END, Kind.MISSING}))
-
-
-def eager(**options: Any) -> Engine:
-    return engine(**{"rates": Eager(), "creation": ENDS, **options})
-
-
-def written(made: Engine) -> None:
-    """Waits until nothing is on its way to a slower tier."""
-    until = time.monotonic() + 30
-    while made._owner.ask(lambda: made._loop.busy):
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
-def forget_device(made: Engine) -> None:
-    made._owner.ask(lambda: made._loop.scheduler.pool.clear(0.0))
-
-
-def prompt_of(seed: int, length: int = 200) -> list[int]:
-    return random.Random(seed).choices(range(CONFIG.vocab_size), k=length)
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +125,7 @@ def test_what_the_device_forgot_comes_back_from_a_slower_tier(
 
 def test_what_waits_to_be_copied_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(9)
-    monkeypatch.setattr("kda_jax.engine.writing.PIECES", 0)
+    monkeypatch.setattr("kda_jax.engine.copying.PIECES", 0)
     with eager(host_nbytes=2**20) as made:
         first = made.generate([prompt], max_new_tokens=4)[0]
         turn = [*prompt, *first.tokens, 1]
@@ -156,7 +133,7 @@ def test_what_waits_to_be_copied_is_not_evicted(monkeypatch: pytest.MonkeyPatch)
             time.sleep(0.005)
         made._owner.ask(lambda: made._loop.scheduler.pool.room(10**6, 0.0))
         assert made.explain(turn).latents == {"device": 203}
-        monkeypatch.setattr("kda_jax.engine.writing.PIECES", 1)
+        monkeypatch.setattr("kda_jax.engine.copying.PIECES", 1)
         written(made)
         made._owner.ask(lambda: made._loop.scheduler.pool.room(10**6, 0.0))
         second = made.generate([turn], max_new_tokens=4)[0]

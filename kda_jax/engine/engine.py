@@ -82,7 +82,7 @@ class Engine:
             model: the model, or what `split` made of it.
             namespace: what its states depend on, for the names of checkpoints.
             slots: most requests that run at once; others wait.
-            nbytes: of device memory, beside the model's own.
+            nbytes: of device memory, beside the model's own and a little for copies (`copying_most_nbytes`).
             max_tokens: most tokens of a request, prompt and generated; the model's limit when None.
             budget: tokens that a step computes at most, over all requests.
             page_rows: tokens a page of latents.
