@@ -59,7 +59,7 @@ MUTANTS = {
         "live.tokens[: snapshot.boundary]",
         "live.tokens[: max(1, snapshot.boundary - 1)]",
     ),
-    "a slot is not cleared": ("admission", "zeros.append(live.slot)", "pass"),
+    "a slot is not cleared": ("admission", "zeros.append(Zero(live.request.id, live.slot))", "pass"),
     "the boundary is not pinned": ("admission", "    holdings.pin(live, plan.key)\n", ""),
     "a pin is not given back": (
         "scheduler",

@@ -13,13 +13,13 @@ from cache.tier import Tier
 from cache.view import View
 from kda_jax.engine.holdings import Holdings
 from kda_jax.engine.request import Live, Stage
-from kda_jax.engine.work import Load, Restore, Source
+from kda_jax.engine.work import Load, Restore, Source, Zero
 
 
 class Begun(NamedTuple):
     """What it takes to start requests: slots to clear, states to restore and checkpoints to load."""
 
-    zeros: tuple[int, ...]
+    zeros: tuple[Zero, ...]
     restores: tuple[Restore, ...]
     loads: tuple[Load, ...]
 
@@ -43,7 +43,7 @@ def admit(holdings: Holdings, creation: Creation, seconds: Seconds | None, now: 
         live.computed, live.stage = plan.boundary, Stage.PREFILLING
         live.stops = place(plan, len(live.tokens), Limits(grid=holdings.sizes.grid), creation)
         if plan.state is None:
-            zeros.append(live.slot)
+            zeros.append(Zero(live.request.id, live.slot))
         elif all(tier is Tier.DEVICE for tier in (plan.state, *(rows.tier for rows in plan.rows))):
             restores.append(_restore(holdings, live, plan))
         else:

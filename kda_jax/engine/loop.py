@@ -166,7 +166,7 @@ class Loop:
         self._tell()
 
     def _execute(self, work: Work) -> None:
-        parts = (*work.snapshots, *work.restores, *work.chunks, *work.rows)
+        parts = (*work.snapshots, *work.zeros, *work.restores, *work.chunks, *work.rows)
         for load in work.loads:
             self._slower.load(load, self.scheduler.live[load.id].request.namespace, self._loaded)
         try:

@@ -136,7 +136,7 @@ class Scheduler:
         chunks = prefill_chunks(self.holdings, left, now)
         snapshots = tuple(self._snapshot(live) for live in self.holdings.ordered(Stage.SAVING))
         work = Work(snapshots, zeros, restores, chunks, rows, loads)
-        for each in (*snapshots, *restores, *chunks, *rows, *loads):
+        for each in (*snapshots, *zeros, *restores, *chunks, *rows, *loads):
             self.live[each.id].busy = True
         self.in_flight = work
         return work
@@ -145,8 +145,11 @@ class Scheduler:
         """A step was executed: what it computed is taken in, and what it wrote is published."""
         assert work is self.in_flight, "another step is in flight"
         self.in_flight = None
-        for each in (*work.snapshots, *work.restores, *work.chunks, *work.rows):
+        for each in (*work.snapshots, *work.zeros, *work.restores, *work.chunks, *work.rows):
             self.live[each.id].busy = False
+        for zero in work.zeros:
+            if zero.id in results.failed:
+                self._end(self.live[zero.id], Outcome.FAILED)
         for restore in work.restores:
             self._restored(self.live[restore.id], restore.id in results.failed)
         for chunk in work.chunks:
