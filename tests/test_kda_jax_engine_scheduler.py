@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from engine_device import Device, HostBytes, cold, truth
 
 from cache.holder import Holder
 from cache.keys import KeyChain
+from cache.plan import ResumePlan
 from cache.retention.protocol import Creation, Kind
 from cache.store import Store
 from cache.tier import Tier
@@ -159,6 +161,35 @@ def test_a_checkpoint_that_moved_to_the_host_is_loaded_while_others_compute() ->
     engine.scheduler.loaded(load.id, load.attempt, (), 0.0)
     engine.run()
     assert engine.tokens[2] == answer(longer) and engine.tokens[3] == answer(other)
+    engine.check_rest()
+
+
+class Counted:
+    """A pace that would rather compute, and counts who started."""
+
+    def __init__(self) -> None:
+        self.asked, self.started_by = 0, list[tuple[int, list[int]]]()
+
+    def seconds(self, plan: ResumePlan, num_tokens: int) -> float:
+        self.asked += 1
+        return float(plan.boundary)
+
+    def started(self, plan: ResumePlan, plans: Sequence[ResumePlan]) -> None:
+        self.started_by.append((plan.boundary, [each.boundary for each in plans]))
+
+
+def test_a_request_that_waits_is_planned_often_and_counts_once() -> None:
+    engine, tokens = Engine(num_pages=15), prompt(21)
+    engine.scheduler.submit(request(1, tokens))
+    engine.run()
+    engine.to_host()
+    engine.scheduler._pace = pace = Counted()
+    engine.scheduler.submit(request(2, prompt(30, seed=1), 8))
+    engine.scheduler.submit(request(3, [*tokens, *engine.tokens[1], 1]))
+    works = engine.run()
+    assert pace.asked > 8 and not any(work.loads for work in works)
+    end = len(tokens) + len(engine.tokens[1]) - 1
+    assert pace.started_by == [(0, [0]), (0, [end, 0])]
     engine.check_rest()
 
 

@@ -41,8 +41,8 @@ MUTANTS = {
     ),
     "loads are not waited for": (
         "scheduler",
-        "(*snapshots, *restores, *chunks, *rows, *loads):",
-        "(*snapshots, *restores, *chunks, *rows):",
+        "(*snapshots, *zeros, *restores, *chunks, *rows, *loads):",
+        "(*snapshots, *zeros, *restores, *chunks, *rows):",
     ),
     "published before it is known to be whole": (
         "scheduler",

@@ -15,6 +15,7 @@ from engine_site import CONFIG, NAMESPACE, assert_cold, cold, conserved, engine,
 from engine_tiers import ENDS, eager, forget_device, prompt_of, written
 
 from cache import KeyChain, Tier
+from cache.plan import ResumePlan, Source
 from cache.retention import Creation, Kind
 from cache.tiers import page_name
 from kda_jax.engine import Shared, cut
@@ -398,3 +399,48 @@ def test_a_store_that_was_slow_is_tried_again() -> None:
     rates.search = Line()
     rates.search.add(1.0, 0.01)
     assert rates.worth_searching(100)
+
+
+class Steady(Rates):
+    """A token of a prompt takes 10 ms, whatever was measured."""
+
+    def compute(self, tokens: int) -> float:
+        return 0.01 * tokens
+
+
+def test_a_tier_whose_load_was_slow_is_tried_again() -> None:
+    """192 tokens take 1.92 s and a load took 3: a load is made when 30 s were computed, and it is quick."""
+    prompt, rates = prompt_of(40), Steady()
+    with engine(rates=rates, creation=ENDS, host_nbytes=2**20) as made:
+        made.generate([prompt], max_new_tokens=1)
+        written(made)
+        rates.loads[Tier.HOST].add(1.0, 3.0)
+        tiers = []
+        for _ in range(20):
+            forget_device(made)
+            tiers += made.generate([prompt], max_new_tokens=1)[0].usage.cached
+            written(made)
+        assert tiers == ["host"] * 4, "30 / 1.92 = 15.6"
+    conserved(made)
+
+
+def test_a_tier_whose_loads_fail_is_tried_again_and_again(objects: MemoryObjects) -> None:
+    """Failed loads are a small part of the time, and when they are over the tier is used again."""
+    plan = ResumePlan(1000, None, Tier.REMOTE, (Source(0, 1000, Tier.REMOTE),), 1000, 1000, (), ())
+    near = ResumePlan(0, None, None, (), 1000, 1000, (), ())
+    rates = Steady()
+
+    def start() -> bool:
+        chosen = min((plan, near), key=lambda each: rates.seconds(each, 1100))
+        rates.started(chosen, [plan, near])
+        return chosen is plan
+
+    assert start(), "nothing is known of it"
+    loads = 0
+    for _ in range(1000):  # 10 s each
+        rates.loads[Tier.REMOTE].add(0.0, 30.0)
+        while not start():
+            loads += 1
+    assert 25 <= loads / 1000 <= 35
+    rates.loads[Tier.REMOTE].add(1e6, 0.1)
+    assert sum(start() for _ in range(100)) >= 100 - 30

@@ -125,9 +125,9 @@ class Engine:
         rates.state_nbytes, rates.row_nbytes = store.state_nbytes, store.row_nbytes
         del store  # old versions keep pages
         self._owner = Owner(self._turn, self._break)
-        seconds = rates.seconds if stores or host_nbytes else None
+        pace = rates if stores or host_nbytes else None
         pool = Pages(layout.num_pages, layout.page_nbytes), Slots(layout.num_slots)
-        scheduler = Scheduler(self._holder, *pool, sizes.sizes(layout), creation or Creation(), seconds)
+        scheduler = Scheduler(self._holder, *pool, sizes.sizes(layout), creation or Creation(), pace)
         if given is None:  # last, as it takes long: what does not fit has been refused
             programs.compile_all(progress)
         self._slower = Slower(self._holder, programs, stores, rates, self._owner.post, time.monotonic)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from cache.holder import Holder
 from cache.retention.protocol import Creation, Kind
 from cache.tier import Tier
-from kda_jax.engine.admission import Seconds, admit
+from kda_jax.engine.admission import Pace, admit
 from kda_jax.engine.decoding import decode_rows
 from kda_jax.engine.drafting import with_drafts
 from kda_jax.engine.holdings import Holdings
@@ -42,7 +42,7 @@ class Scheduler:
         slots: Slots,
         sizes: Sizes,
         creation: Creation,
-        seconds: Seconds | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """
         Args:
@@ -51,7 +51,7 @@ class Scheduler:
             slots: those of states.
             sizes: what it keeps to.
             creation: which checkpoints are made; may be set anew between steps.
-            seconds: what starting by a plan takes, to choose whether to load; None to load whatever is held.
+            pace: what starting by a plan takes, to choose whether to load; None to load whatever is held.
 
         Raises:
             ValueError: if the decode batch leaves no room in the token budget, or store and pool do not fit.
@@ -62,7 +62,7 @@ class Scheduler:
                 f"pages of {holder.store.prompts.page} and {sizes.rows} rows must be the same"
             )
         self.pool, self.sizes, self.creation = Pool(holder, pages), sizes, creation
-        self._seconds = seconds
+        self._pace = pace
         self.holdings = Holdings(self.pool, slots, sizes)
         self.live = self.holdings.live
         self.in_flight: Work | None = None
@@ -127,7 +127,7 @@ class Scheduler:
         self._expire(now)
         self._sweep()
         rows = decode_rows(self.holdings, now)
-        zeros, restores, loads = admit(self.holdings, self.creation, self._seconds, now)
+        zeros, restores, loads = admit(self.holdings, self.creation, self._pace, now)
         rows = [row for row in rows if self.live[row.id].stage is Stage.DECODING]  # others were preempted
         rows = with_drafts(self.holdings, rows)
         left = self.sizes.budget - sum(1 + len(row.drafts) for row in rows)
