@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -442,6 +443,10 @@ class Fixed:
     def __init__(self, tokens: list[int], behind: int | None = None) -> None:
         self.tokens, self.behind = tokens, behind
         self.asked: list[int] = []
+        self.count = 0
+
+    def read(self, tokens: np.ndarray, most: int) -> None:
+        self.count = min(len(tokens), self.count + most)
 
     def propose(self, tokens: np.ndarray, most: int) -> tuple[int, ...]:
         self.asked.append(most)
@@ -472,6 +477,29 @@ def test_drafts_that_are_right_make_a_few_steps_of_many() -> None:
     engine.scheduler.submit(request(2, [*tokens, *made, 1], 1))
     assert [restore.boundary for work in engine.run() for restore in work.restores] == [end.boundary]
     assert engine.tokens[2] == answer([*tokens, *made, 1], 1)
+    engine.check_rest()
+
+
+def test_drafters_read_a_bounded_part_of_their_texts_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt as it is computed and when it is restored; who lacks little does not wait for who lacks much."""
+    monkeypatch.setattr("kda_jax.engine.drafting.READ", 5)
+    engine, (tokens, made) = Engine(drafts=3, budget=64), long_answer(10, 10)
+    long = next(each for seed in range(1000) if len(answer(each := prompt(41, seed), 20)) == 20)
+    engine.scheduler.submit(request(0, long, 1))
+    engine.run()
+    far, near = Fixed([0]), Fixed(made, len(tokens))
+    engine.scheduler.submit(request(1, long, 20), far)
+    engine.scheduler.submit(request(2, tokens, 10), near)
+    read, drafted = [0], dict[int, list[int]]({1: [], 2: []})
+    while not (work := engine.begin()).empty:
+        read.append(far.count + near.count)
+        for row in work.rows:
+            drafted[row.id].append(len(row.drafts))
+            assert not row.drafts or {1: far, 2: near}[row.id].count == row.position + 1
+        engine.finish(work)
+    assert max(after - before for before, after in pairwise(read)) == 5
+    assert drafted[2] == [3, 3, 0] and not any(drafted[1][:3]) and any(drafted[1])
+    assert engine.tokens[2] == made and engine.tokens[1] == answer(long, 20)
     engine.check_rest()
 
 

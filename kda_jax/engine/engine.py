@@ -181,7 +181,7 @@ class Engine:
         self._check_size(len(ids), max_new_tokens)
         stops = self._stops if stop_tokens is None else frozenset(stop_tokens)
         choice = Choice(sampler, seed, stops, min(logprobs, self.config.vocab_size))
-        drafter = Lookup(ids, stop_tokens=stops) if self._lookup else None
+        drafter = Lookup(stop_tokens=stops) if self._lookup else None
         now = time.monotonic()
         with self._lock:
             if self._closed:
