@@ -300,6 +300,20 @@ def test_two_that_do_not_fit_together_both_end() -> None:
     engine.check_rest()
 
 
+def test_a_slot_that_is_not_cleared_is_not_used() -> None:
+    """Its request has no other part in the step: the one before takes the budget."""
+    engine = Engine(budget=16)
+    engine.scheduler.submit(request(1, prompt(40)))
+    engine.scheduler.submit(request(2, prompt(9, seed=1)))
+    work = engine.begin()
+    assert [zero.id for zero in work.zeros] == [1, 2] and [chunk.id for chunk in work.chunks] == [1]
+    engine.finish(work, failed=frozenset({2}))
+    assert engine.ended == {2: Outcome.FAILED}
+    engine.run()
+    assert engine.tokens == {1: answer(prompt(40))}
+    engine.check_rest()
+
+
 def test_a_failed_step_fails_its_requests_and_publishes_nothing() -> None:
     engine = Engine()
     for id in range(2):

@@ -424,6 +424,22 @@ def test_a_tier_whose_load_was_slow_is_tried_again() -> None:
     conserved(made)
 
 
+def test_a_quick_tier_is_not_forgotten_beside_a_slow_one() -> None:
+    """Both are left out, and one of them is why."""
+    both = Source(0, 500, Tier.HOST), Source(500, 1000, Tier.REMOTE)
+    plans = [
+        ResumePlan(1000, None, Tier.REMOTE, both, 1000, 1000, (), ()),
+        ResumePlan(0, None, None, (), 1000, 1000, (), ()),
+    ]
+    rates = Steady()
+    rates.loads[Tier.HOST].add(1.0, 0.1)
+    rates.loads[Tier.REMOTE].add(1.0, 30.0)
+    for _ in range(30):  # 10 s each
+        assert rates.loads[Tier.REMOTE].count == 1.0
+        rates.started(plans[1], plans)
+    assert rates.loads[Tier.REMOTE].count == 0.0 and rates.loads[Tier.HOST].count == 1.0
+
+
 def test_a_tier_whose_loads_fail_is_tried_again_and_again(objects: MemoryObjects) -> None:
     """Failed loads are a small part of the time, and when they are over the tier is used again."""
     plan = ResumePlan(1000, None, Tier.REMOTE, (Source(0, 1000, Tier.REMOTE),), 1000, 1000, (), ())

@@ -134,12 +134,15 @@ def test_what_a_slow_store_has_not_taken_waits_up_to_a_bound(
         with eager(remote=objects) as one:
             one.generate([prompt_of(seed, 64) for seed in range(20)], max_new_tokens=1)
             kept = 20 if most == 2**32 else 1
-            wait_for(one, lambda: one._loop._slower.writing._outstanding == kept)
-            assert not one._holder.store.pinned
+            wait_for(one, lambda: len(one._loop._held) == 20 and not one._holder.store.pinned)
+            wait_for(one, lambda: one._slower.writing._outstanding == kept)
             objects.go.set()
             written(one)
             assert one.statistics().written == {"remote": kept}
             assert one.statistics().unwritten == ({} if kept == 20 else {"remote": 19})
+            one.generate([prompt_of(20, 64)], max_new_tokens=1)
+            written(one)
+            assert one.statistics().written == {"remote": kept + 1}, "there is room again"
         conserved(one)
 
 
