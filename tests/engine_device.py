@@ -89,8 +89,8 @@ class Device:
         sampled: dict[int, Sampled] = {}
         for snapshot in work.snapshots:
             self.snapshot(snapshot, snapshot.id in failing)
-        for slot in work.zeros:
-            self.slots[slot] = None
+        for zero in work.zeros:
+            self.slots[zero.slot] = b"wrong" if zero.id in failing else None
         for restore in work.restores:
             self.restore(restore)
         for chunk in work.chunks:

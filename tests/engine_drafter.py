@@ -15,7 +15,14 @@ class Guesses:
     """A drafter that knows how the request goes on, and says it or not."""
 
     def __init__(self, request: Request, chance: random.Random) -> None:
-        self.request, self.chance, self.lookup = request, chance, Lookup(request.tokens)
+        self.request, self.chance, self.lookup = request, chance, Lookup()
+
+    @property
+    def count(self) -> int:
+        return self.lookup.count
+
+    def read(self, tokens: Tokens, most: int) -> None:
+        self.lookup.read(tokens, most)
 
     def propose(self, tokens: Tokens, most: int) -> tuple[int, ...]:
         looked_up = self.lookup.propose(tokens, most)

@@ -80,7 +80,8 @@ class Instance:
         self.order(work)
         for load in work.loads:
             self.begin(load)
-        parts = {each.id for part in (work.snapshots, work.restores, work.chunks, work.rows) for each in part}
+        computing = work.snapshots, work.zeros, work.restores, work.chunks, work.rows
+        parts = {each.id for part in computing for each in part}
         chunks = [(chunk.id, chunk.start, len(chunk.tokens), chunk.table) for chunk in work.chunks]
         self.world.note("work", work._replace(chunks=(), loads=()), chunks, [load[:5] for load in work.loads])
         for name, part in zip(work._fields, work):

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from engine_site import assert_cold, conserved, engine, programs
+from engine_rigged import Rigged, fails_once
+from engine_site import assert_cold, conserved, engine
+from engine_tiers import eager, forget_device, prompt_of, written
 
 from cache.retention import Creation, Kind
-from kda_jax.engine import Closed, Memory, Outcome, Programs
+from kda_jax.engine import Closed, Memory, Outcome
 from kda_jax.engine.execution import Execution
 
 ENDS = Creation(kinds=frozenset({Kind.PROMPT_END, Kind.GENERATION_END}))
 PROMPT = [3] * 100
-
-
-class Rigged(Programs):
-    """Programs whose calls a test may spoil."""
-
-    def __init__(self) -> None:
-        self.__dict__.update(programs().__dict__)
-        self.spoil: Callable[..., None] = lambda name, *args: None
-        self.after: Callable[..., Any] = lambda name, out: out
-
-    def _run(self, name: tuple[str, int, int], *args: Any) -> Any:
-        self.spoil(name[0], *args)
-        return self.after(name[0], super()._run(name, *args))
-
-
-def fails_once(wanted: str, lose: bool = False) -> Callable[..., None]:
-    """The next call of a program fails, and takes the memory with it or not."""
-    left = [1]
-
-    def spoil(name: str, *args: Any) -> None:
-        if name == wanted and left:
-            left.clear()
-            for leaf in jax.tree.leaves(args[0]) if lose else ():
-                leaf.delete()
-            raise RuntimeError("out of luck")
-
-    return spoil
 
 
 def test_a_prefill_that_fails_fails_its_request_alone() -> None:
@@ -106,6 +80,53 @@ def test_memory_that_is_lost_is_made_anew(where: str) -> None:
         again = one.generate([PROMPT], max_new_tokens=4)[0]
         assert not assert_cold(PROMPT, again.tokens, 4)
         assert one.statistics().memory_lost == 1
+    conserved(one)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_slot_that_is_not_cleared_fails_its_request_alone(slots: int) -> None:
+    """The memory was not taken: who runs goes on, and what is cached stays."""
+    made = Rigged()
+    with engine(programs=made, creation=ENDS) as one:
+        one.generate([PROMPT], max_new_tokens=1)
+        running = [one.submit([at], max_new_tokens=400) for at in range(slots - 1)]
+        for stream in running:
+            next(iter(stream))
+        made.spoil = fails_once("zero")
+        failed = one.generate([[7] * 90], max_new_tokens=2)[0]
+        assert failed.outcome is Outcome.FAILED and failed.error == "RuntimeError: out of luck"
+        assert not assert_cold([7] * 90, one.generate([[7] * 90], max_new_tokens=2)[0].tokens, 2)
+        assert one.generate([PROMPT], max_new_tokens=1)[0].usage.cached == {"device": 64}
+        for at, stream in enumerate(running):
+            assert len(stream.result(60.0).tokens) == 400 and not assert_cold([at], stream.tokens()[:9], 9)
+        assert one.statistics().memory_lost == 0
+    conserved(one)
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["the first piece", "the second"])
+def test_a_load_that_is_not_written_is_computed(which: int) -> None:
+    """Nor was the memory taken: the piece before is in it."""
+    made, calls = Rigged(), []
+    once = fails_once("write_pages")
+    made.moved_pages = 1
+    made._compiled = {name: each for name, each in made._compiled.items() if "_pages" not in name[0]}
+
+    def spoil(name: str, *args: Any) -> None:
+        calls.append(name)
+        if calls.count("write_pages") == which:
+            once(name, *args)
+
+    made.spoil = spoil
+    prompt = prompt_of(1)
+    with eager(programs=made, host_nbytes=2**20) as one:
+        first = one.generate([prompt], max_new_tokens=4)[0]
+        running = one.submit([1], max_new_tokens=300)
+        written(one)
+        forget_device(one)
+        again = one.generate([prompt], max_new_tokens=4)[0]
+        assert calls.count("write_pages") == which and again.usage.cached == {}
+        assert again.tokens == first.tokens
+        assert len(running.result(60.0).tokens) == 300 and one.statistics().memory_lost == 0
     conserved(one)
 
 
@@ -194,10 +215,10 @@ def test_a_turn_that_lets_go_of_a_checkpoint_is_followed_by_another() -> None:
         def turn() -> float | None:
             for key in one._loop._held:
                 writing.add(key)
-            assert writing.waiting
+            assert writing.copying.count
             made.spoil = fails_once("read_pages")
             due = one._loop.turn()
-            assert not writing.waiting
+            assert not writing.copying.count
             return due
 
         assert one._owner.ask(turn) is not None

@@ -42,9 +42,12 @@ def test_proposals_are_those_of_a_look_at_everything(vocab: int) -> None:
     for length in range(1, 40):
         text = rng.integers(0, vocab, length).tolist()
         stops = frozenset({int(rng.integers(0, 2 * vocab))})
-        lookup = Lookup(tokens(text), stop_tokens=stops, **SIZES)
+        lookup = Lookup(stop_tokens=stops, **SIZES)
         for _ in range(12):  # as the text grows by some tokens at a time
             most = int(rng.integers(0, 12))
+            behind = lookup.count
+            lookup.read(tokens(text), some := int(rng.integers(0, 4)))
+            assert lookup.count == min(behind + some, len(text))
             got = lookup.propose(tokens(text), most)
             assert got == naive(text, most, stops)
             proposed += len(got)
@@ -74,13 +77,13 @@ def test_proposals_are_those_of_a_look_at_everything(vocab: int) -> None:
     ],
 )
 def test_what_followed_the_same_tokens_is_proposed(text: list[int], most: int, want: tuple[int, ...]) -> None:
-    assert Lookup(tokens(text), stop_tokens=[0], shortest=2).propose(tokens(text), most) == want
+    assert Lookup(stop_tokens=[0], shortest=2).propose(tokens(text), most) == want
 
 
 def test_a_short_run_is_no_reason() -> None:
     text = [1, 2, 3, 4, 9, 2, 3]
-    assert Lookup(tokens(text)).propose(tokens(text), 8) == ()
-    assert Lookup(tokens([*text, 4])).propose(tokens([*text, 4]), 8) == (9, 2, 3)
+    assert Lookup().propose(tokens(text), 8) == ()
+    assert Lookup().propose(tokens([*text, 4]), 8) == (9, 2, 3)
 
 
 def test_a_token_costs_the_same_in_a_long_text() -> None:
@@ -89,7 +92,8 @@ def test_a_token_costs_the_same_in_a_long_text() -> None:
     def steps(behind: int, vocab: int) -> int:
         rng, count = np.random.default_rng(0), 0
         text = rng.integers(0, vocab, behind + 200).astype(np.int32)
-        lookup = Lookup(text[:behind], **SIZES)
+        lookup = Lookup(**SIZES)
+        lookup.read(text, behind)
 
         def trace(frame: object, event: str, argument: object) -> Any:
             nonlocal count
@@ -112,4 +116,4 @@ def test_a_token_costs_the_same_in_a_long_text() -> None:
 @pytest.mark.parametrize("wrong", [dict(longest=2), dict(shortest=0), dict(places=0)], ids=str)
 def test_bad_sizes_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="runs of 0 < shortest <= longest tokens"):
-        Lookup(tokens([1]), **wrong)
+        Lookup(**wrong)

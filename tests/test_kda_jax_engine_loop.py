@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from cache import Store
 from cache.retention import Creation, Kind
 from kda_jax.engine import Closed, Engine, Outcome, Overloaded, Refused, Token
 from kda_jax.engine.explain import Explanation, Limit, TreeNode
+from kda_jax.engine.lookup import Lookup
 from kda_jax.sampling import make_sampler
 
 
@@ -61,7 +63,7 @@ def test_concurrent_conversations_make_the_tokens_they_make_alone(one: Engine) -
 
 @pytest.mark.parametrize("faults", [False, True], ids=["fair", "foul"])
 def test_a_storm_leaves_no_page_behind(faults: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kda_jax.engine.writing.PIECES", 1)  # so that checkpoints wait to be copied
+    monkeypatch.setattr("kda_jax.engine.copying.PIECES", 1)  # so that checkpoints wait to be copied
     happened = storm(200, 5, faults=faults, lookup=0 if faults else 3)
     assert happened["finished"] > 30 and happened["cancelled"] > 2 and happened["restored"] > 2000
     assert happened["from device"] and happened["from host"] + happened["from remote"]
@@ -115,6 +117,21 @@ def test_guesses_change_no_token() -> None:
     assert usage.completion_tokens == 40 and usage.drafted >= usage.accepted > 0
     assert numbers.drafted_tokens >= usage.drafted and numbers.generated_tokens > 100
     conserved(guessing)
+
+
+def test_a_prompt_is_read_for_guesses_where_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine's thread and by no caller's, who may serve others."""
+    threads, read = Counter[str](), Lookup.read
+
+    def noted(lookup: Lookup, tokens: np.ndarray, most: int) -> None:
+        before = lookup.count
+        read(lookup, tokens, most)
+        threads[threading.current_thread().name] += lookup.count - before
+
+    monkeypatch.setattr(Lookup, "read", noted)
+    with engine(lookup=3) as guessing:
+        assert guessing.generate([[5, 6, 7, 8] * 20], max_new_tokens=20)[0].usage.drafted
+    assert set(threads) == {"kda-jax engine"} and threads["kda-jax engine"] >= 80
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company(one: Engine) -> None:

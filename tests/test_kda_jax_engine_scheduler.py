@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from engine_device import Device, HostBytes, cold, truth
 
 from cache.holder import Holder
 from cache.keys import KeyChain
+from cache.plan import ResumePlan
 from cache.retention.protocol import Creation, Kind
 from cache.store import Store
 from cache.tier import Tier
@@ -162,6 +165,35 @@ def test_a_checkpoint_that_moved_to_the_host_is_loaded_while_others_compute() ->
     engine.check_rest()
 
 
+class Counted:
+    """A pace that would rather compute, and counts who started."""
+
+    def __init__(self) -> None:
+        self.asked, self.started_by = 0, list[tuple[int, list[int]]]()
+
+    def seconds(self, plan: ResumePlan, num_tokens: int) -> float:
+        self.asked += 1
+        return float(plan.boundary)
+
+    def started(self, plan: ResumePlan, plans: Sequence[ResumePlan]) -> None:
+        self.started_by.append((plan.boundary, [each.boundary for each in plans]))
+
+
+def test_a_request_that_waits_is_planned_often_and_counts_once() -> None:
+    engine, tokens = Engine(num_pages=15), prompt(21)
+    engine.scheduler.submit(request(1, tokens))
+    engine.run()
+    engine.to_host()
+    engine.scheduler._pace = pace = Counted()
+    engine.scheduler.submit(request(2, prompt(30, seed=1), 8))
+    engine.scheduler.submit(request(3, [*tokens, *engine.tokens[1], 1]))
+    works = engine.run()
+    assert pace.asked > 8 and not any(work.loads for work in works)
+    end = len(tokens) + len(engine.tokens[1]) - 1
+    assert pace.started_by == [(0, [0]), (0, [end, 0])]
+    engine.check_rest()
+
+
 def remote_objects(tokens: list[int], boundary: int) -> tuple[dict[bytes, object], View]:
     """A prompt's latents as far as a boundary, and the state there, as a remote store has them; and what it says."""
     state, rows = truth(NAMESPACE, np.array(tokens[:boundary], "<i4").tobytes())
@@ -265,6 +297,20 @@ def test_two_that_do_not_fit_together_both_end() -> None:
         engine.scheduler.submit(request(id, tokens[id], 12))
     engine.run()
     assert engine.tokens == {id: answer(tokens[id], 12) for id in range(2)}
+    engine.check_rest()
+
+
+def test_a_slot_that_is_not_cleared_is_not_used() -> None:
+    """Its request has no other part in the step: the one before takes the budget."""
+    engine = Engine(budget=16)
+    engine.scheduler.submit(request(1, prompt(40)))
+    engine.scheduler.submit(request(2, prompt(9, seed=1)))
+    work = engine.begin()
+    assert [zero.id for zero in work.zeros] == [1, 2] and [chunk.id for chunk in work.chunks] == [1]
+    engine.finish(work, failed=frozenset({2}))
+    assert engine.ended == {2: Outcome.FAILED}
+    engine.run()
+    assert engine.tokens == {1: answer(prompt(40))}
     engine.check_rest()
 
 
@@ -411,6 +457,10 @@ class Fixed:
     def __init__(self, tokens: list[int], behind: int | None = None) -> None:
         self.tokens, self.behind = tokens, behind
         self.asked: list[int] = []
+        self.count = 0
+
+    def read(self, tokens: np.ndarray, most: int) -> None:
+        self.count = min(len(tokens), self.count + most)
 
     def propose(self, tokens: np.ndarray, most: int) -> tuple[int, ...]:
         self.asked.append(most)
@@ -441,6 +491,29 @@ def test_drafts_that_are_right_make_a_few_steps_of_many() -> None:
     engine.scheduler.submit(request(2, [*tokens, *made, 1], 1))
     assert [restore.boundary for work in engine.run() for restore in work.restores] == [end.boundary]
     assert engine.tokens[2] == answer([*tokens, *made, 1], 1)
+    engine.check_rest()
+
+
+def test_drafters_read_a_bounded_part_of_their_texts_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt as it is computed and when it is restored; who lacks little does not wait for who lacks much."""
+    monkeypatch.setattr("kda_jax.engine.drafting.READ", 5)
+    engine, (tokens, made) = Engine(drafts=3, budget=64), long_answer(10, 10)
+    long = next(each for seed in range(1000) if len(answer(each := prompt(41, seed), 20)) == 20)
+    engine.scheduler.submit(request(0, long, 1))
+    engine.run()
+    far, near = Fixed([0]), Fixed(made, len(tokens))
+    engine.scheduler.submit(request(1, long, 20), far)
+    engine.scheduler.submit(request(2, tokens, 10), near)
+    read, drafted = [0], dict[int, list[int]]({1: [], 2: []})
+    while not (work := engine.begin()).empty:
+        read.append(far.count + near.count)
+        for row in work.rows:
+            drafted[row.id].append(len(row.drafts))
+            assert not row.drafts or {1: far, 2: near}[row.id].count == row.position + 1
+        engine.finish(work)
+    assert max(after - before for before, after in pairwise(read)) == 5
+    assert drafted[2] == [3, 3, 0] and not any(drafted[1][:3]) and any(drafted[1])
+    assert engine.tokens[2] == made and engine.tokens[1] == answer(long, 20)
     engine.check_rest()
 
 

@@ -41,8 +41,8 @@ MUTANTS = {
     ),
     "loads are not waited for": (
         "scheduler",
-        "(*snapshots, *restores, *chunks, *rows, *loads):",
-        "(*snapshots, *restores, *chunks, *rows):",
+        "(*snapshots, *zeros, *restores, *chunks, *rows, *loads):",
+        "(*snapshots, *zeros, *restores, *chunks, *rows):",
     ),
     "published before it is known to be whole": (
         "scheduler",
@@ -59,7 +59,7 @@ MUTANTS = {
         "live.tokens[: snapshot.boundary]",
         "live.tokens[: max(1, snapshot.boundary - 1)]",
     ),
-    "a slot is not cleared": ("admission", "zeros.append(live.slot)", "pass"),
+    "a slot is not cleared": ("admission", "zeros.append(Zero(live.request.id, live.slot))", "pass"),
     "the boundary is not pinned": ("admission", "    holdings.pin(live, plan.key)\n", ""),
     "a pin is not given back": (
         "scheduler",

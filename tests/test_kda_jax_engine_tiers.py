@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,40 +12,19 @@ import jax
 import numpy as np
 import pytest
 from engine_site import CONFIG, NAMESPACE, assert_cold, cold, conserved, engine, programs
-from engine_storm import Eager
+from engine_tiers import ENDS, eager, forget_device, prompt_of, written
 
 from cache import KeyChain, Tier
+from cache.plan import ResumePlan, Source
 from cache.retention import Creation, Kind
 from cache.tiers import page_name
-from kda_jax.engine import Engine, Shared, cut
+from kda_jax.engine import Shared, cut
 from kda_jax.engine.portable import Portable
 from kda_jax.engine.programs import Lane
 from kda_jax.engine.rates import Line, Rates
 from kda_jax.forward import prefill
 from measure import assert_close
 from transfer import DiskObjects, MemoryObjects, Read
-
-ENDS = Creation(kinds=frozenset({Kind.PROMPT_END, Kind.GENERATION_END, Kind.MISSING}))
-
-
-def eager(**options: Any) -> Engine:
-    return engine(**{"rates": Eager(), "creation": ENDS, **options})
-
-
-def written(made: Engine) -> None:
-    """Waits until nothing is on its way to a slower tier."""
-    until = time.monotonic() + 30
-    while made._owner.ask(lambda: made._loop.busy):
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
-def forget_device(made: Engine) -> None:
-    made._owner.ask(lambda: made._loop.scheduler.pool.clear(0.0))
-
-
-def prompt_of(seed: int, length: int = 200) -> list[int]:
-    return random.Random(seed).choices(range(CONFIG.vocab_size), k=length)
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +135,7 @@ def test_what_the_device_forgot_comes_back_from_a_slower_tier(
 
 def test_what_waits_to_be_copied_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = prompt_of(9)
-    monkeypatch.setattr("kda_jax.engine.writing.PIECES", 0)
+    monkeypatch.setattr("kda_jax.engine.copying.PIECES", 0)
     with eager(host_nbytes=2**20) as made:
         first = made.generate([prompt], max_new_tokens=4)[0]
         turn = [*prompt, *first.tokens, 1]
@@ -165,7 +143,7 @@ def test_what_waits_to_be_copied_is_not_evicted(monkeypatch: pytest.MonkeyPatch)
             time.sleep(0.005)
         made._owner.ask(lambda: made._loop.scheduler.pool.room(10**6, 0.0))
         assert made.explain(turn).latents == {"device": 203}
-        monkeypatch.setattr("kda_jax.engine.writing.PIECES", 1)
+        monkeypatch.setattr("kda_jax.engine.copying.PIECES", 1)
         written(made)
         made._owner.ask(lambda: made._loop.scheduler.pool.room(10**6, 0.0))
         second = made.generate([turn], max_new_tokens=4)[0]
@@ -430,3 +408,64 @@ def test_a_store_that_was_slow_is_tried_again() -> None:
     rates.search = Line()
     rates.search.add(1.0, 0.01)
     assert rates.worth_searching(100)
+
+
+class Steady(Rates):
+    """A token of a prompt takes 10 ms, whatever was measured."""
+
+    def compute(self, tokens: int) -> float:
+        return 0.01 * tokens
+
+
+def test_a_tier_whose_load_was_slow_is_tried_again() -> None:
+    """192 tokens take 1.92 s and a load took 3: a load is made when 30 s were computed, and it is quick."""
+    prompt, rates = prompt_of(40), Steady()
+    with engine(rates=rates, creation=ENDS, host_nbytes=2**20) as made:
+        made.generate([prompt], max_new_tokens=1)
+        written(made)
+        rates.loads[Tier.HOST].add(1.0, 3.0)
+        tiers = []
+        for _ in range(20):
+            forget_device(made)
+            tiers += made.generate([prompt], max_new_tokens=1)[0].usage.cached
+            written(made)
+        assert tiers == ["host"] * 4, "30 / 1.92 = 15.6"
+    conserved(made)
+
+
+def test_a_quick_tier_is_not_forgotten_beside_a_slow_one() -> None:
+    """Both are left out, and one of them is why."""
+    both = Source(0, 500, Tier.HOST), Source(500, 1000, Tier.REMOTE)
+    plans = [
+        ResumePlan(1000, None, Tier.REMOTE, both, 1000, 1000, (), ()),
+        ResumePlan(0, None, None, (), 1000, 1000, (), ()),
+    ]
+    rates = Steady()
+    rates.loads[Tier.HOST].add(1.0, 0.1)
+    rates.loads[Tier.REMOTE].add(1.0, 30.0)
+    for _ in range(30):  # 10 s each
+        assert rates.loads[Tier.REMOTE].count == 1.0
+        rates.started(plans[1], plans)
+    assert rates.loads[Tier.REMOTE].count == 0.0 and rates.loads[Tier.HOST].count == 1.0
+
+
+def test_a_tier_whose_loads_fail_is_tried_again_and_again(objects: MemoryObjects) -> None:
+    """Failed loads are a small part of the time, and when they are over the tier is used again."""
+    plan = ResumePlan(1000, None, Tier.REMOTE, (Source(0, 1000, Tier.REMOTE),), 1000, 1000, (), ())
+    near = ResumePlan(0, None, None, (), 1000, 1000, (), ())
+    rates = Steady()
+
+    def start() -> bool:
+        chosen = min((plan, near), key=lambda each: rates.seconds(each, 1100))
+        rates.started(chosen, [plan, near])
+        return chosen is plan
+
+    assert start(), "nothing is known of it"
+    loads = 0
+    for _ in range(1000):  # 10 s each
+        rates.loads[Tier.REMOTE].add(0.0, 30.0)
+        while not start():
+            loads += 1
+    assert 25 <= loads / 1000 <= 35
+    rates.loads[Tier.REMOTE].add(1e6, 0.1)
+    assert sum(start() for _ in range(100)) >= 100 - 30

@@ -55,7 +55,7 @@ class Text:
     def __init__(self, number: int, prompt: list[int], sampler: Sampler) -> None:
         self.number, self.tokens, self.length = number, list(prompt), len(prompt)
         self.row = Lane(0, [], 0, sampler, number)
-        self.lookup = Lookup(np.array(prompt, np.int32), shortest=2)
+        self.lookup = Lookup(shortest=2)
         self.steps = 0
         self.logits: list[np.ndarray] = []
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from cache.keys import KeyChain
 from cache.placement import place
@@ -13,29 +13,38 @@ from cache.tier import Tier
 from cache.view import View
 from kda_jax.engine.holdings import Holdings
 from kda_jax.engine.request import Live, Stage
-from kda_jax.engine.work import Load, Restore, Source
+from kda_jax.engine.work import Load, Restore, Source, Zero
 
 
 class Begun(NamedTuple):
     """What it takes to start requests: slots to clear, states to restore and checkpoints to load."""
 
-    zeros: tuple[int, ...]
+    zeros: tuple[Zero, ...]
     restores: tuple[Restore, ...]
     loads: tuple[Load, ...]
 
 
-Seconds = Callable[[ResumePlan, int], float]
-"""What a request of so many tokens is expected to take up to its first token if it starts by a plan."""
+@runtime_checkable
+class Pace(Protocol):
+    """Decides whether to load."""
+
+    def seconds(self, plan: ResumePlan, num_tokens: int) -> float:
+        """What a request of so many tokens is expected to take up to its first token if it starts by a plan."""
+        ...
+
+    def started(self, plan: ResumePlan, plans: Sequence[ResumePlan]) -> None:
+        """A request starts by one of its plans."""
+        ...
 
 
-def admit(holdings: Holdings, creation: Creation, seconds: Seconds | None, now: float) -> Begun:
-    """Starts requests in their order, until one has to wait. Without `seconds`, deeper is better."""
+def admit(holdings: Holdings, creation: Creation, pace: Pace | None, now: float) -> Begun:
+    """Starts requests in their order, until one has to wait. Without `pace`, deeper is better."""
     zeros, restores, loads = [], [], []
     while queue := holdings.ordered(Stage.WAITING, Stage.SAVING):  # anew each time: who is preempted is in it
         live = next((each for each in queue if not each.outcome), queue[0])
         if live.stage is Stage.SAVING:
             break
-        plan = _reserve(holdings, live, seconds, now) if _slot(holdings, live, now) else None
+        plan = _reserve(holdings, live, pace, now) if _slot(holdings, live, now) else None
         if plan is None:
             break
         live.slot, live.attempt = holdings.slots.take(), live.attempt + 1
@@ -43,7 +52,7 @@ def admit(holdings: Holdings, creation: Creation, seconds: Seconds | None, now: 
         live.computed, live.stage = plan.boundary, Stage.PREFILLING
         live.stops = place(plan, len(live.tokens), Limits(grid=holdings.sizes.grid), creation)
         if plan.state is None:
-            zeros.append(live.slot)
+            zeros.append(Zero(live.request.id, live.slot))
         elif all(tier is Tier.DEVICE for tier in (plan.state, *(rows.tier for rows in plan.rows))):
             restores.append(_restore(holdings, live, plan))
         else:
@@ -61,25 +70,26 @@ def _slot(holdings: Holdings, live: Live, now: float) -> bool:
     return holdings.slots.free > 0
 
 
-def _plan(holdings: Holdings, live: Live, seen: View, seconds: Seconds | None) -> ResumePlan:
-    """Where a request resumes: as deep as can be, or from fewer tiers where that is expected to be quicker."""
+def _plans(holdings: Holdings, live: Live, seen: View, pace: Pace | None) -> list[ResumePlan]:
+    """Where a request may resume: as deep as can be, and with `pace` also from fewer tiers, which may be quicker."""
     plans, store, count = [], holdings.pool.holder.store, len(live.tokens)
-    for slowest in sorted(Tier, reverse=True) if seconds else [max(Tier)]:
+    for slowest in sorted(Tier, reverse=True) if pace else [max(Tier)]:
         tiers = live.tiers & (2 * slowest.bit - 1)
         limits = Limits(grid=holdings.sizes.grid, tiers=tiers)
         plan = store.plan(seen, count, limits, live.request.remote)
         if not plans or plan.boundary < plans[-1].boundary or plan.state != plans[-1].state:
             plans.append(plan)
-    return min(plans, key=lambda plan: seconds(plan, count)) if seconds else plans[0]
+    return plans
 
 
-def _reserve(holdings: Holdings, live: Live, seconds: Seconds | None, now: float) -> ResumePlan | None:
+def _reserve(holdings: Holdings, live: Live, pace: Pace | None, now: float) -> ResumePlan | None:
     """A plan, its boundary pinned and its pages taken; None if the request must wait."""
     holdings.unpin(live)  # what only this pin has kept in the store is not there to plan with
     store = holdings.pool.holder.store
     seen = store.match(live.request.namespace, live.tokens)
     del store  # old versions keep pages
-    plan = _plan(holdings, live, seen, seconds)
+    plans = _plans(holdings, live, seen, pace)
+    plan = min(plans, key=lambda plan: pace.seconds(plan, len(live.tokens))) if pace else plans[0]
     holdings.pin(live, plan.key)
     if not _take(holdings, live, plan, now):
         last = holdings.last(live, below=live.request.priority)
@@ -93,6 +103,8 @@ def _reserve(holdings: Holdings, live: Live, seconds: Seconds | None, now: float
         plan = holdings.pool.holder.store.plan(View(), len(live.tokens), limits)
         if not _take(holdings, live, plan, now):
             return None
+    elif pace:
+        pace.started(plan, plans)
     holdings.pool.holder.update(lambda store: store.used(seen, plan.key, now))
     return plan
 

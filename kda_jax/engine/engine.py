@@ -82,7 +82,7 @@ class Engine:
             model: the model, or what `split` made of it.
             namespace: what its states depend on, for the names of checkpoints.
             slots: most requests that run at once; others wait.
-            nbytes: of device memory, beside the model's own.
+            nbytes: of device memory, beside the model's own and a little for copies (`copying_most_nbytes`).
             max_tokens: most tokens of a request, prompt and generated; the model's limit when None.
             budget: tokens that a step computes at most, over all requests.
             page_rows: tokens a page of latents.
@@ -125,9 +125,9 @@ class Engine:
         rates.state_nbytes, rates.row_nbytes = store.state_nbytes, store.row_nbytes
         del store  # old versions keep pages
         self._owner = Owner(self._turn, self._break)
-        seconds = rates.seconds if stores or host_nbytes else None
+        pace = rates if stores or host_nbytes else None
         pool = Pages(layout.num_pages, layout.page_nbytes), Slots(layout.num_slots)
-        scheduler = Scheduler(self._holder, *pool, sizes.sizes(layout), creation or Creation(), seconds)
+        scheduler = Scheduler(self._holder, *pool, sizes.sizes(layout), creation or Creation(), pace)
         if given is None:  # last, as it takes long: what does not fit has been refused
             programs.compile_all(progress)
         self._slower = Slower(self._holder, programs, stores, rates, self._owner.post, time.monotonic)
@@ -181,7 +181,7 @@ class Engine:
         self._check_size(len(ids), max_new_tokens)
         stops = self._stops if stop_tokens is None else frozenset(stop_tokens)
         choice = Choice(sampler, seed, stops, min(logprobs, self.config.vocab_size))
-        drafter = Lookup(ids, stop_tokens=stops) if self._lookup else None
+        drafter = Lookup(stop_tokens=stops) if self._lookup else None
         now = time.monotonic()
         with self._lock:
             if self._closed:

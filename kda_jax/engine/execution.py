@@ -14,7 +14,7 @@ from kda_jax.engine.memory import Memory
 from kda_jax.engine.pages import PoolPages
 from kda_jax.engine.programs import Programs
 from kda_jax.engine.stream import Token
-from kda_jax.engine.work import Chunk, Load, Restore, Results, Row, Sampled, Snapshot, Work
+from kda_jax.engine.work import Chunk, Load, Restore, Results, Row, Sampled, Snapshot, Work, Zero
 from kda_jax.sampling import Sampler
 
 
@@ -66,8 +66,8 @@ class Execution:
         chosen: list[tuple[list[int], Chosen | Verified]] = []
         for snapshot in work.snapshots:
             self._call([snapshot.id], self._snapshot, snapshot)
-        for slot in work.zeros:
-            self._call([], self._zero, slot)
+        for zero in work.zeros:
+            self._call([zero.id], self._zero, zero)
         for restore in work.restores:
             self._call([restore.id], self._restore, restore)
         for chunk in work.chunks:
@@ -87,8 +87,11 @@ class Execution:
         """
         programs, layout = self.programs, self.programs.layout
         try:
-            if read.numbers:
-                self.memory = programs.write_pages(self.memory, read.numbers, read.pieces)
+            for at, piece in enumerate(
+                read.pieces
+            ):  # one by one: the memory behind each is the one that there is
+                part = read.numbers[at * programs.moved_pages : (at + 1) * programs.moved_pages]
+                self.memory = programs.write_pages(self.memory, part, [piece])
             if read.state is not None:
                 self.memory = programs.write_state(
                     self.memory, load.slot, read.state.recurrent, read.state.conv
@@ -113,7 +116,7 @@ class Execution:
             self.memory = run(*part)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
-            if not ids or self._lost:
+            if self._lost:
                 raise MemoryLost(message) from error
             self.errors.update(dict.fromkeys(ids, message))
 
@@ -121,8 +124,8 @@ class Execution:
     def _lost(self) -> bool:
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.memory))
 
-    def _zero(self, slot: int) -> Memory:
-        return self.programs.zero(self.memory, slot)
+    def _zero(self, zero: Zero) -> Memory:
+        return self.programs.zero(self.memory, zero.slot)
 
     def _snapshot(self, snapshot: Snapshot) -> Memory:
         lane = Lane(snapshot.slot, snapshot.table, snapshot.boundary)

@@ -11,13 +11,25 @@ from typing import Protocol, runtime_checkable
 
 from cache.tokens import Tokens
 
+PARTS = 64
+"""Dictionaries that the runs lie in, by their last token: a large one that grows holds a step up for 30 ms."""
+
 
 @runtime_checkable
 class Drafter(Protocol):
     """Guesses how a request goes on."""
 
+    @property
+    def count(self) -> int:
+        """Tokens that it has read."""
+        ...
+
+    def read(self, tokens: Tokens, most: int) -> None:
+        """Takes in up to `most` tokens of `tokens`, int32 [T], behind those that it has read."""
+        ...
+
     def propose(self, tokens: Tokens, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that may come behind `tokens`, int32 [T]: those of the call before and those since."""
+        """Up to `most` tokens that may come behind `tokens`, int32 [T], of which it reads what it has not yet."""
         ...
 
 
@@ -31,7 +43,6 @@ class Lookup:
 
     def __init__(
         self,
-        tokens: Tokens,
         *,
         stop_tokens: Iterable[int] = (),
         shortest: int = 3,
@@ -40,7 +51,6 @@ class Lookup:
     ) -> None:
         """
         Args:
-            tokens: the prompt, int32 [T]; it is read here, so that the first proposal waits for nothing.
             stop_tokens: drafts end before them: nothing comes behind.
             shortest: tokens that a run must have.
             longest: tokens of a run that are compared, and most drafts.
@@ -57,13 +67,26 @@ class Lookup:
         self.stop_tokens, self.shortest, self.longest = frozenset(stop_tokens), shortest, longest
         self.places = places
         self._text: list[int] = []
-        self._last: dict[tuple[int, ...], int] = {}
+        self._last: list[dict[tuple[int, ...], int]] = [{} for _ in range(PARTS)]
         self._before: list[int] = []
-        self._read(tokens)
+
+    @property
+    def count(self) -> int:
+        """As `Drafter.count`."""
+        return len(self._text)
+
+    def read(self, tokens: Tokens, most: int) -> None:
+        """As `Drafter.read`. A place is the index behind a run; 0 stands for none."""
+        for token in tokens[self.count : self.count + most].tolist():
+            self._text.append(token)
+            run = tuple(self._text[-self.shortest :])  # the first ones are shorter, and never seen again
+            last = self._last[token % PARTS]
+            self._before.append(last.get(run, 0))
+            last[run] = len(self._text)
 
     def propose(self, tokens: Tokens, most: int) -> tuple[int, ...]:
         """As `Drafter.propose`. A run that stood right before goes on in a circle."""
-        self._read(tokens)
+        self.read(tokens, len(tokens))
         end, length = self._longest_run()
         drafts: list[int] = []
         for i in range(min(most, length)):
@@ -72,14 +95,6 @@ class Lookup:
                 break
             drafts.append(token)
         return tuple(drafts)
-
-    def _read(self, tokens: Tokens) -> None:
-        """Takes in what came since. A place is the index behind a run; 0 stands for none."""
-        for token in tokens[len(self._text) :].tolist():
-            self._text.append(token)
-            run = tuple(self._text[-self.shortest :])  # the first ones are shorter, and never seen again
-            self._before.append(self._last.get(run, 0))
-            self._last[run] = len(self._text)
 
     def _longest_run(self) -> tuple[int, int]:
         """The place of the longest run of last tokens that stood before, and its length; 0 and 0 for none."""

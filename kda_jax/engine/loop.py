@@ -116,9 +116,8 @@ class Loop:
             self.tally.step.add(now - start)
             tokens = sum(len(chunk.tokens) for chunk in work.chunks)
             self._slower.rates.step(tokens, len(work.rows), now - start)
-        copies = self._slower.writing.waiting
-        self._slower.writing.copy(self.execution.memory)
-        if not work.empty or copies:  # what was pinned for a copy may be the room that a request waits for
+        copied = self._slower.writing.copying.step(self.execution.memory)
+        if not work.empty or copied:  # what was pinned for a copy may be the room that a request waits for
             return now
         deadlines = (asked.request.deadline for asked in self.asked.values())
         return min((at for at in (*deadlines, *self._searching.values()) if at is not None), default=None)
@@ -167,7 +166,7 @@ class Loop:
         self._tell()
 
     def _execute(self, work: Work) -> None:
-        parts = (*work.snapshots, *work.restores, *work.chunks, *work.rows)
+        parts = (*work.snapshots, *work.zeros, *work.restores, *work.chunks, *work.rows)
         for load in work.loads:
             self._slower.load(load, self.scheduler.live[load.id].request.namespace, self._loaded)
         try:
@@ -193,7 +192,7 @@ class Loop:
         for asked in self.asked.values():
             asked.error = f"the device's memory was lost: {error}"
         self.tally.memory_lost += 1
-        self._slower.writing.abandon()
+        self._slower.writing.copying.abandon()
         self.scheduler.memory_lost(self.clock())
         self.execution.reset()
         self._tell()

@@ -51,5 +51,7 @@ def numbers(
         memory_lost=tally.memory_lost,
         written=dict(slower.writing.written),
         unwritten=dict(slower.writing.unwritten),
+        copying_nbytes=slower.writing.copying.nbytes,
+        copying_most_nbytes=slower.writing.copying.most_nbytes,
         stores=slower.stores(),
     )

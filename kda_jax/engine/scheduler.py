@@ -16,7 +16,7 @@ from typing import TypeAlias
 from cache.holder import Holder
 from cache.retention.protocol import Creation, Kind
 from cache.tier import Tier
-from kda_jax.engine.admission import Seconds, admit
+from kda_jax.engine.admission import Pace, admit
 from kda_jax.engine.decoding import decode_rows
 from kda_jax.engine.drafting import with_drafts
 from kda_jax.engine.holdings import Holdings
@@ -42,7 +42,7 @@ class Scheduler:
         slots: Slots,
         sizes: Sizes,
         creation: Creation,
-        seconds: Seconds | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """
         Args:
@@ -51,7 +51,7 @@ class Scheduler:
             slots: those of states.
             sizes: what it keeps to.
             creation: which checkpoints are made; may be set anew between steps.
-            seconds: what starting by a plan takes, to choose whether to load; None to load whatever is held.
+            pace: what starting by a plan takes, to choose whether to load; None to load whatever is held.
 
         Raises:
             ValueError: if the decode batch leaves no room in the token budget, or store and pool do not fit.
@@ -62,7 +62,7 @@ class Scheduler:
                 f"pages of {holder.store.prompts.page} and {sizes.rows} rows must be the same"
             )
         self.pool, self.sizes, self.creation = Pool(holder, pages), sizes, creation
-        self._seconds = seconds
+        self._pace = pace
         self.holdings = Holdings(self.pool, slots, sizes)
         self.live = self.holdings.live
         self.in_flight: Work | None = None
@@ -127,7 +127,7 @@ class Scheduler:
         self._expire(now)
         self._sweep()
         rows = decode_rows(self.holdings, now)
-        zeros, restores, loads = admit(self.holdings, self.creation, self._seconds, now)
+        zeros, restores, loads = admit(self.holdings, self.creation, self._pace, now)
         rows = [row for row in rows if self.live[row.id].stage is Stage.DECODING]  # others were preempted
         rows = with_drafts(self.holdings, rows)
         left = self.sizes.budget - sum(1 + len(row.drafts) for row in rows)
@@ -136,7 +136,7 @@ class Scheduler:
         chunks = prefill_chunks(self.holdings, left, now)
         snapshots = tuple(self._snapshot(live) for live in self.holdings.ordered(Stage.SAVING))
         work = Work(snapshots, zeros, restores, chunks, rows, loads)
-        for each in (*snapshots, *restores, *chunks, *rows, *loads):
+        for each in (*snapshots, *zeros, *restores, *chunks, *rows, *loads):
             self.live[each.id].busy = True
         self.in_flight = work
         return work
@@ -145,8 +145,11 @@ class Scheduler:
         """A step was executed: what it computed is taken in, and what it wrote is published."""
         assert work is self.in_flight, "another step is in flight"
         self.in_flight = None
-        for each in (*work.snapshots, *work.restores, *work.chunks, *work.rows):
+        for each in (*work.snapshots, *work.zeros, *work.restores, *work.chunks, *work.rows):
             self.live[each.id].busy = False
+        for zero in work.zeros:
+            if zero.id in results.failed:
+                self._end(self.live[zero.id], Outcome.FAILED)
         for restore in work.restores:
             self._restored(self.live[restore.id], restore.id in results.failed)
         for chunk in work.chunks:

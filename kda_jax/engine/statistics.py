@@ -55,6 +55,8 @@ class Statistics:
         memory_lost: how often the device's memory was lost.
         written: checkpoints written through to slower tiers, by tier.
         unwritten: checkpoints that were not, for want of room or time, by tier.
+        copying_nbytes, copying_most_nbytes: device memory beside `nbytes` that holds what is written through, and the
+            most that it may be.
         stores: what the stores of objects have done, by tier: outcomes of calls, and the breaker's state.
     """
 
@@ -82,6 +84,8 @@ class Statistics:
     memory_lost: int
     written: Mapping[str, int] = field(default_factory=dict)
     unwritten: Mapping[str, int] = field(default_factory=dict)
+    copying_nbytes: int = 0
+    copying_most_nbytes: int = 0
     stores: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
 
 

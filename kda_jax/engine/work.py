@@ -54,6 +54,13 @@ class Load(NamedTuple):
     pages: tuple[Source, ...]
 
 
+class Zero(NamedTuple):
+    """Clear a slot for a sequence before its first token."""
+
+    id: int
+    slot: int
+
+
 class Restore(NamedTuple):
     """Copy a state from `pages` of the pool into a slot, and the rows of its unfinished page to `tail`."""
 
@@ -130,7 +137,7 @@ class Work(NamedTuple):
     """
 
     snapshots: tuple[Snapshot, ...] = ()
-    zeros: tuple[int, ...] = ()
+    zeros: tuple[Zero, ...] = ()
     restores: tuple[Restore, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     rows: tuple[Row, ...] = ()

@@ -2,62 +2,59 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import monotonic
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from cache.holder import Holder
+from cache.payload import nbytes as size
 from cache.tier import Tier
 from cache.tiers import page_name, state_name
 from cache.tokens import Tokens
+from kda_jax.engine.copying import Copy, Copying
 from kda_jax.engine.explain import name as tier_name
-from kda_jax.engine.memory import Memory
 from kda_jax.engine.object_storage import ObjectStorage
 from kda_jax.engine.pages import PoolPages
 from kda_jax.engine.portable import Leaves, Portable
 from kda_jax.engine.programs import Programs
 from kda_jax.engine.prompt_keys import PromptKeys
 from transfer import Objects, announce
-from transfer.background import Background
 
-PIECES = 4
-"""Pieces that a step copies at most: of `Programs.moved_pages` pages each."""
 PLACES = 16
-"""Checkpoints that are being copied or written at once, for each tier; one that finds no place is not written."""
+"""Checkpoints that may wait to be copied, however large they are."""
+WAITING = 0.25
+"""The part of the pool's pages that may wait beyond these; a checkpoint that would make it more is not written."""
+UNSENT = 2**32
+"""Bytes of checkpoints that wait in host memory for each store, or one checkpoint; those beyond are not written."""
 KNOWN = 2**20
 """Names that a store is remembered to hold."""
 TIMEOUT = 30.0
 """Seconds that writing one checkpoint may take."""
 
 
-@dataclass(slots=True)
-class Copy:
+class Leaving(NamedTuple):
     """A checkpoint on its way.
 
     Attributes:
         key: its name.
         namespace: its digest.
         tokens: all before it.
-        numbers: pages of the pool still to copy: those of the state, then those of latents.
         names: of the pages of latents that are copied, in order.
         lacking: names of the pages that each tier lacks that it goes to.
         known: other boundaries of these tokens that have or had a checkpoint.
-        pieces: copied so far, on the device.
     """
 
     key: bytes
     namespace: bytes
     tokens: Tokens
-    numbers: list[int]
-    names: list[bytes]
+    names: tuple[bytes, ...]
     lacking: Mapping[Tier, frozenset[bytes]]
     known: tuple[int, ...]
-    pieces: list[jax.Array] = field(default_factory=list)
 
 
 class Writing:
@@ -79,15 +76,16 @@ class Writing:
             post: has a call done on the engine's thread.
             clock: seconds.
         """
-        self._holder, self._programs, self._stores = holder, programs, stores
+        self._holder, self._layout, self._stores = holder, programs.layout, stores
         self._post, self._clock = post, clock
         self._portable = Portable(programs.layout)
         self._host = (Tier.HOST,) if Tier.HOST in holder.store.shelves else ()
-        self._queue: deque[Copy] = deque()
         self._known: dict[Tier, OrderedDict[str, int]] = {tier: OrderedDict() for tier in stores}
         self._news = 0  # what came to be known together has one number
-        self._backgrounds = {tier: Background(PLACES) for tier in (Tier.HOST, *stores)} if self.tiers else {}
+        self._threads = {tier: ThreadPoolExecutor(1, f"kda-jax write {tier_name(tier)}") for tier in stores}
+        self._unsent: Counter[Tier] = Counter()
         self._outstanding = 0
+        self.copying = Copying(programs, post)
         self.written: Counter[str] = Counter()
         self.unwritten: Counter[str] = Counter()
 
@@ -102,11 +100,6 @@ class Writing:
         return self._known
 
     @property
-    def waiting(self) -> bool:
-        """Whether there is something to copy."""
-        return bool(self._queue)
-
-    @property
     def busy(self) -> bool:
         """Whether anything is on its way."""
         return self._outstanding > 0
@@ -116,9 +109,6 @@ class Writing:
         if (
             not self.tiers or key not in self._holder.store.shelves[Tier.DEVICE].states
         ):  # given up for another since
-            return
-        if len(self._queue) >= PLACES:
-            self.unwritten.update(tier_name(tier) for tier in self.tiers)
             return
         store = self._holder.store
         index, place, shelf = store.prompts.index(key), store.prompts.places[key], store.shelves[Tier.DEVICE]
@@ -136,20 +126,36 @@ class Writing:
         }
         if not lacking:
             return
-        copied = [page for page in names if any(page in each for each in lacking.values())]
-        numbers = [
+        copied = tuple(page for page in names if any(page in each for each in lacking.values()))
+        numbers = tuple(
             number
             for payload in (shelf.states[key], *(shelf.pages[page] for page in copied))
             if isinstance(payload, PoolPages)
             for number in payload.pages
-        ]
+        )
         del store, shelf  # old versions keep pages
+        if not self._has_place(len(numbers)):
+            self.unwritten.update(map(tier_name, lacking))
+            return
         self._holder.update(lambda store: store.pin(key))
         for tier, pages in lacking.items():
             self.found(tier, (), [state_name(key)])
             self.found(tier, [state_name(key), *map(page_name, pages)], ())
         self._outstanding += len(lacking)
-        self._queue.append(Copy(key, place.namespace, tokens, numbers, copied, lacking, known))
+        leaving = Leaving(key, place.namespace, tokens, copied, lacking, known)
+        self.copying.add(
+            Copy(
+                numbers,
+                left=partial(self._unpin, key),
+                arrived=partial(self._leave, leaving),
+                failed=partial(self._failed, leaving, tuple(lacking)),
+            )
+        )
+
+    def _has_place(self, pages: int) -> bool:
+        """Whether one more may wait: it is pinned, and what is pinned is no room for requests."""
+        most = WAITING * self._layout.num_pages
+        return self.copying.count < PLACES or self.copying.pages + pages <= most
 
     def _lacking(self, key: bytes, pages: Sequence[str], above: Sequence[str]) -> list[Tier]:
         """Tiers that are not known to hold a checkpoint. One that has lost a page since, or a checkpoint above it,
@@ -172,28 +178,6 @@ class Writing:
             and all(known.get(state, 0) <= since for state in above)
         )
 
-    def copy(self, memory: Memory) -> None:
-        """Has a few pages copied, without waiting for them."""
-        left = PIECES
-        while self._queue and left:
-            first = self._queue[0]
-            size = self._programs.moved_pages * left
-            try:
-                pieces = self._programs.read_pages(memory, first.numbers[:size])
-            except Exception:  # as when the device has no room for the pieces
-                self._queue.popleft()
-                self._unpin(first)
-                self._failed(first, tuple(first.lacking))
-                continue
-            first.pieces += pieces
-            first.numbers = first.numbers[size:]
-            left -= len(pieces)
-            if not first.numbers:
-                self._queue.popleft()
-                self._unpin(first)
-                if self._backgrounds[Tier.HOST].submit(self._leave, first) is None:
-                    self._failed(first, tuple(first.lacking))
-
     def found(self, tier: Tier, there: Sequence[str], gone: Sequence[str]) -> None:
         """What a store was found to hold, and not to hold: names of states and pages."""
         known = self._known.get(tier)
@@ -208,77 +192,78 @@ class Writing:
         while len(known) > KNOWN:
             known.popitem(last=False)
 
-    def abandon(self) -> None:
-        """The memory is lost, and with it what was not copied."""
-        for copy in self._queue:
-            self._unpin(copy)
-            self._failed(copy, tuple(copy.lacking))
-        self._queue.clear()
-
     def close(self) -> None:
         """Waits for what is being written and gives up what waits; on any thread, after the engine's has ended."""
-        for background in self._backgrounds.values():
-            background.close()
+        self.copying.close()
+        for thread in self._threads.values():
+            thread.shutdown(cancel_futures=True)
 
-    def _unpin(self, copy: Copy) -> None:
-        self._holder.update(lambda store: store.unpin(copy.key))
+    def _unpin(self, key: bytes) -> None:
+        self._holder.update(lambda store: store.unpin(key))
 
-    # On a thread of its own
+    # On threads of its own
 
-    def _leave(self, copy: Copy) -> None:
+    def _leave(self, leaving: Leaving, pages: np.ndarray) -> None:
         """Off the device, and on to the tiers."""
         try:
-            pages = np.concatenate([np.asarray(piece) for piece in copy.pieces])
-            copy.pieces = []
-            boundary = len(copy.tokens)
-            count = self._programs.layout.snapshot_pages(boundary)
-            state = self._portable.state(boundary, pages[:count])
-            first = self._programs.layout.state_pages + 1
-            latents = {page: self._portable.page(pages[first + at]) for at, page in enumerate(copy.names)}
+            boundary, first = len(leaving.tokens), self._layout.state_pages + 1
+            state = self._portable.state(boundary, pages[: self._layout.snapshot_pages(boundary)])
+            latents = {page: self._portable.page(pages[first + at]) for at, page in enumerate(leaving.names)}
         except Exception:
-            self._post(partial(self._failed, copy, tuple(copy.lacking)))
+            self._post(partial(self._failed, leaving, tuple(leaving.lacking)))
             return
-        del pages
-        if Tier.HOST in copy.lacking:
-            mine = {page: latents[page] for page in copy.names if page in copy.lacking[Tier.HOST]}
-            self._post(partial(self._keep, copy, state, mine))
-        for tier in copy.lacking.keys() - {Tier.HOST}:
-            self._post(partial(self._send, copy, tier, state, latents))
+        for tier, lacking in leaving.lacking.items():
+            mine = {page: latents[page] for page in leaving.names if page in lacking}
+            call = partial(self._keep, leaving) if tier is Tier.HOST else partial(self._send, leaving, tier)
+            self._post(partial(call, state, mine))
 
-    def _write(self, copy: Copy, tier: Tier, state: Leaves, latents: Mapping[bytes, Leaves]) -> None:
+    def _write(self, leaving: Leaving, tier: Tier, state: Leaves, latents: Mapping[bytes, Leaves]) -> None:
         """To a store of objects: pages, then the state, then the marks to find it by."""
-        objects, boundary, until = self._stores[tier], len(copy.tokens), monotonic() + TIMEOUT
-        keys = PromptKeys(copy.namespace, self._programs.layout.page_rows, copy.tokens)
-        parts = [(page_name(page), latents[page]) for page in copy.names if page in copy.lacking[tier]]
-        try:
-            for name, payload in (*parts, (keys.name(boundary), state)):
-                ObjectStorage(objects, copy.namespace, max(until - monotonic(), 1e-3)).write(name, payload)
-            announce(objects, keys.name, [boundary], copy.known, max(until - monotonic(), 1e-3))
-        except Exception:
-            self._post(partial(self._failed, copy, (tier,)))
-        else:
-            self._post(partial(self._wrote, tier))
+        objects, boundary, until = self._stores[tier], len(leaving.tokens), monotonic() + TIMEOUT
+        keys = PromptKeys(leaving.namespace, self._layout.page_rows, leaving.tokens)
+        parts = [(page_name(page), payload) for page, payload in latents.items()]
+        for name, payload in (*parts, (keys.name(boundary), state)):
+            ObjectStorage(objects, leaving.namespace, max(until - monotonic(), 1e-3)).write(name, payload)
+        announce(objects, keys.name, [boundary], leaving.known, max(until - monotonic(), 1e-3))
 
     # On the engine's thread again
 
-    def _keep(self, copy: Copy, state: Leaves, latents: Mapping[bytes, Leaves]) -> None:
+    def _keep(self, leaving: Leaving, state: Leaves, latents: Mapping[bytes, Leaves]) -> None:
         now = self._clock()
-        store = self._holder.update(lambda store: store.copied(copy.key, Tier.HOST, state, latents, now))
-        if copy.key in store.shelves[Tier.HOST].states:
+        store = self._holder.update(lambda store: store.copied(leaving.key, Tier.HOST, state, latents, now))
+        if leaving.key in store.shelves[Tier.HOST].states:
             self._wrote(Tier.HOST)
         else:
-            self._failed(copy, (Tier.HOST,))
+            self._failed(leaving, (Tier.HOST,))
 
-    def _send(self, copy: Copy, tier: Tier, state: Leaves, latents: Mapping[bytes, Leaves]) -> None:
-        if self._backgrounds[tier].submit(self._write, copy, tier, state, latents) is None:
-            self._failed(copy, (tier,))
+    def _send(self, leaving: Leaving, tier: Tier, state: Leaves, latents: Mapping[bytes, Leaves]) -> None:
+        nbytes = size(state) + sum(map(size, latents.values()))
+        if 0 < self._unsent[tier] and self._unsent[tier] + nbytes > UNSENT:
+            self._failed(leaving, (tier,))
+            return
+        self._unsent[tier] += nbytes
+
+        def write() -> None:
+            try:
+                self._write(leaving, tier, state, latents)
+            except Exception:
+                ended = partial(self._failed, leaving, (tier,))
+            else:
+                ended = partial(self._wrote, tier)
+            self._post(partial(self._sent, tier, nbytes, ended))
+
+        self._threads[tier].submit(write)
+
+    def _sent(self, tier: Tier, nbytes: int, ended: Callable[[], None]) -> None:
+        self._unsent[tier] -= nbytes
+        ended()
 
     def _wrote(self, tier: Tier) -> None:
         self._outstanding -= 1
         self.written[tier_name(tier)] += 1
 
-    def _failed(self, copy: Copy, tiers: Sequence[Tier]) -> None:
+    def _failed(self, leaving: Leaving, tiers: Sequence[Tier]) -> None:
         self._outstanding -= len(tiers)
         for tier in tiers:
             self.unwritten[tier_name(tier)] += 1
-            self.found(tier, (), [state_name(copy.key), *map(page_name, copy.lacking[tier])])
+            self.found(tier, (), [state_name(leaving.key), *map(page_name, leaving.lacking[tier])])
