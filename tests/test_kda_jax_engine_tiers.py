@@ -18,7 +18,7 @@ from cache import KeyChain, Tier
 from cache.plan import ResumePlan, Source
 from cache.retention import Creation, Kind
 from cache.tiers import page_name
-from kda_jax.engine import Shared, cut
+from kda_jax.engine import Engine, Shared, cut
 from kda_jax.engine.portable import Portable
 from kda_jax.engine.programs import Lane
 from kda_jax.engine.rates import Line, Rates
