@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_script import next_prompt
 from engine_site import CONFIG, SIZES, assert_cold, cold, conserved, engine
-from engine_storm import next_prompt, storm
+from engine_storm import storm
 
 from cache import Store
 from cache.retention import Creation, Kind
