@@ -55,7 +55,7 @@ class Pack(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """After a pause one that has not been waited for is cancelled, wherever it stands."""
+    """After a pause one of those that came last is cancelled, wherever it stands."""
 
     which: int
     pause: float
@@ -117,7 +117,8 @@ def script(events: int, seed: int, *, plain: bool = False, most_new: int = MOST_
             running += pack
             drawn.append(Pack(tuple(pack)))
         elif what < 0.55 and running:
-            drawn.append(Cancel(choose.randrange(len(running)), choose.random() * PAUSE))
+            late = choose.randrange(min(4, len(running)))
+            drawn.append(Cancel(len(running) - 1 - late, choose.random() * PAUSE))
         elif what < 0.58:
             drawn.append(Lull())
         elif running:
@@ -133,7 +134,9 @@ def described(events: Sequence[Event]) -> Counter[str]:
     counted = Counter[str]()
     for event in events:
         counted[type(event).__name__.lower()] += 1
-        for ask in event.asks if isinstance(event, Pack) else ():
+        asks = event.asks if isinstance(event, Pack) else ()
+        counted["packs of several"] += len(asks) > 1
+        for ask in asks:
             length = len(ask.prompt)
             counted["conversations"] += ask.kind in ("new", "branch")
             counted["requests"] += 1
@@ -142,7 +145,6 @@ def described(events: Sequence[Event]) -> Counter[str]:
             counted[f"of {LONGEST}"] += length == LONGEST
             counted["multiples"] += length % 64 == 0
             counted["beside a multiple"] += length > 2 and length % 64 in (1, 63)
-            counted["packs of several"] += len(event.asks) > 1 and ask is event.asks[0]
     return counted
 
 

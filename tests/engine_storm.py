@@ -169,8 +169,9 @@ def live(
                 opened.enter_context(engine(**{"rates": Eager(), "programs": made} | tier | options))
             )
         with ExitStack() as crowded:
-            for each in engines if pages else ():
-                crowded.enter_context(_crowded(each, pages))
+            if pages is not None:
+                for each in engines:
+                    crowded.enter_context(_crowded(each, pages))
             lived = _play(events, engines, check, exact)
             for each in engines:
                 assert each.drain(60.0), "nobody runs"

@@ -1,7 +1,7 @@
 """500 conversations at once, with each tier behind the device and with guesses or none: the tokens of each are those
 that it makes alone, and where the arithmetic is the same, so are the bits.
 
-`python tests/engine_storm.py --store host disk mooncake --lookup 0 3 --no-faults --pages 80 --events 1900` has 500 for
+`python tests/engine_storm.py --store host disk mooncake --lookup 0 3 --no-faults --pages 80 --events 2100` has 500 for
 each.
 """
 
@@ -71,21 +71,23 @@ def test_conversations_at_once_make_the_tokens_they_make_alone(store: str, looku
     asked = described(events)
     assert asked["conversations"] >= CONVERSATIONS and asked["turn"] > 30 and asked["branch"] > 20, asked
     assert asked["of one token"] and asked["of 300"] and asked["packs of several"] > 20, asked
-    assert asked["multiples"] > 10 and asked["beside a multiple"] > 10, asked
+    assert asked["multiples"] > 5 and asked["beside a multiple"] > 20, asked
     with tiers(store) as behind:
         lived = live(events, behind, 0, lookup=lookup, pages=PAGES)
-    happened = lived.happened
+    happened, tier = lived.happened, STORES[store]
     assert len(programs()._compiled) == compiled, "nothing is compiled for them"
     assert sum(happened[each] for each in ("finished", "cancelled", "expired")) == asked["requests"], happened
-    assert happened["at once"] >= 8 and happened["finished"] > 100, happened
-    assert happened["cancelled amid its tokens"] and happened["within rounding"] <= 1, happened
-    assert happened["tokens"] > 500 and happened["logits"] > 300, happened
-    assert happened["from device"] > 30 and happened["restored"] > 5000, happened
-    assert happened[f"from {STORES[store]}"] > 10 and happened[f"tokens from {STORES[store]}"] > 500, happened
-    assert happened["branches resumed"] > 10 and happened["resumed amid a page"] > 10, happened
-    assert len(behind) == 1 or happened["from another engine"] > 3, happened
+    assert happened["at once"] >= 8 and happened["finished"] > 80, happened
+    assert happened["cancelled"] > 5 and happened["cancelled amid its tokens"], happened
+    assert happened["tokens"] > 500 and happened["logits"] > 300 and happened["within rounding"] <= 1, (
+        happened
+    )
+    assert happened["from device"] > 30 and happened["restored"] > 4000, happened
+    assert happened[f"from {tier}"] > 7 and happened[f"tokens from {tier}"] > 200, happened
+    assert happened["branches resumed"] > 10 and happened["resumed amid a page"] > 5, happened
+    assert len(behind) == 1 or happened["from another engine"] > 2, happened
     if lookup:
-        assert happened["drafts"] > happened["drafts that were right"] > 10, happened
+        assert happened["drafts"] > happened["drafts that were right"] > 1, happened
     else:
         assert not happened["drafts"], happened
 
