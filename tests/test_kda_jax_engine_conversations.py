@@ -26,8 +26,8 @@ STORES = {"host": "host", "disk": "disk", "mooncake": "remote"}
 """What is behind the device, and how an engine calls that tier."""
 CONVERSATIONS, EVENTS = 84, 340
 """Of each of six runs."""
-PAGES = 80
-"""Of a device: fifteen conversations, and four that run."""
+PAGES, FEW = 80, 36
+"""Of a device: four requests that run take up to 20, and checkpoints the others."""
 GRID = Creation(kinds=frozenset({Kind.PROMPT_END, Kind.BRANCH, Kind.MISSING}))
 """Checkpoints on the grid alone, none of which was decoded."""
 
@@ -95,10 +95,10 @@ def test_conversations_at_once_make_the_tokens_they_make_alone(store: str, looku
 @pytest.mark.optimised
 def test_a_resumed_prompt_on_the_grid_has_the_bits_of_a_cold_one(store: str) -> None:
     """What comes from any tier is what would have been computed (float32): all logits are the same, to the bit."""
-    options: dict[str, Any] = {"programs": padded(), "creation": GRID, "pages": PAGES}
+    options: dict[str, Any] = {"programs": padded(), "creation": GRID, "pages": FEW}
     with tiers(store) as behind:
-        lived = live(script(200, 7, plain=True, most_new=1), behind, 0, exact=True, **options)
+        lived = live(script(240, 7, plain=True, most_new=1), behind, 0, exact=True, **options)
     happened = lived.happened
     assert lived.furthest == 0.0
-    assert happened["to the bit, resumed"] > 10 and happened["to the bit"] > 30, happened
-    assert happened[f"from {STORES[store]}"] > 5 and happened["resumed amid a page"] == 0, happened
+    assert happened["to the bit, resumed"] > 8 and happened["to the bit"] > 30, happened
+    assert happened[f"from {STORES[store]}"] > 4 and happened["resumed amid a page"] == 0, happened
