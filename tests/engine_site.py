@@ -23,20 +23,25 @@ ROUNDING = 1e-4
 
 
 @functools.cache
-def programs() -> Programs:
-    """Of the small model and `SIZES`."""
+def uncompiled() -> Programs:
+    """Of the small model and `SIZES`, each compiled when it is first called."""
     parts = random_model(CONFIG)
     sizes = {"nbytes": SIZES["nbytes"], "num_slots": SIZES["slots"] + 1, "max_tokens": SIZES["max_tokens"]}
-    made = Programs(
+    return Programs(
         parts, Layout.within(CONFIG, np.float32, **sizes), most_tokens=SIZES["budget"], most_drafts=3
     )
-    made.compile_all()
-    return made
+
+
+@functools.cache
+def programs() -> Programs:
+    """The same, all compiled."""
+    uncompiled().compile_all()
+    return uncompiled()
 
 
 def engine(**options: Any) -> Engine:
-    """An engine of the small model."""
-    made = programs()
+    """An engine of the small model, with `programs` if no others are given."""
+    made = uncompiled() if "programs" in options else programs()
     return Engine(
         (made.graphdef, made.params), **{**SIZES, "namespace": NAMESPACE, "programs": made, **options}
     )

@@ -58,11 +58,13 @@ class Load:
     Attributes:
         servers: that are asked; whoever replaces one that was killed puts another in its place.
         happened: what, and how often.
+        answers: of each server, by process id.
         wrong: what no server that lives may do.
     """
 
     def __init__(self, model: Model, servers: list[Instance], conversations: Sequence[list[Turn]]) -> None:
         self.servers, self.happened, self.wrong = servers, Counter[str](), list[str]()
+        self.answers = Counter[int]()
         self.conversations, self._model, self._stop = conversations, model, threading.Event()
 
     def one(self, choose: random.Random) -> None:
@@ -92,6 +94,7 @@ class Load:
         except AssertionError as error:
             self.wrong.append(f"{server.address}: {error}")
         self.happened["answers"] += 1
+        self.answers[server.pid] += 1
         self.happened.update({f"tokens from {tier}": count for tier, count in answer.cached.items()})
 
     def _go_on(self, seed: int, pause: float) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_script import next_prompt
 from engine_site import CONFIG, SIZES, assert_cold, cold, conserved, engine
-from engine_storm import next_prompt, storm
+from engine_storm import storm
 
 from cache import Store
 from cache.retention import Creation, Kind
@@ -64,7 +65,7 @@ def test_concurrent_conversations_make_the_tokens_they_make_alone(one: Engine) -
 @pytest.mark.parametrize("faults", [False, True], ids=["fair", "foul"])
 def test_a_storm_leaves_no_page_behind(faults: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kda_jax.engine.copying.PIECES", 1)  # so that checkpoints wait to be copied
-    happened = storm(200, 5, faults=faults, lookup=0 if faults else 3)
+    happened = storm(200, 5, faults=faults, lookup=0 if faults else 3, pages=80)
     assert happened["finished"] > 30 and happened["cancelled"] > 2 and happened["restored"] > 2000
     assert happened["from device"] and happened["from host"] + happened["from remote"]
     assert bool(happened["failed"]) == faults and happened["within rounding"] <= 1

@@ -159,19 +159,27 @@ def kill_master(site: Site) -> None:
 KILLS: dict[str, Callable[[Site], None]] = {
     "store": kill_store,
     "master": kill_master,
-    "server": lambda site: kill_server(site, 0),
+    "one server": lambda site: kill_server(site, 0),
+    "the other server": lambda site: kill_server(site, 1),
 }
 
 
 @pytest.mark.parametrize("which", KILLS)
 def test_whoever_is_killed_under_load_no_other_request_fails(site: Site, which: str) -> None:
-    load = Load(site.model, site.servers, conversations(site.model))
+    """All servers are asked all the time: those that there were, and one that comes in the place of another."""
+    load, before = Load(site.model, site.servers, conversations(site.model)), [*site.servers]
+
+    def asked(servers: Sequence[Instance]) -> bool:
+        return until(lambda: all(load.answers[server.pid] for server in servers))
+
     with load.running():
-        sleep(1)
+        assert asked(before), load.answers
         KILLS[which](site)
-        sleep(1)
+        load.answers.clear()
+        assert asked(site.servers), load.answers
         reuse_comes_back(site)
-    assert not load.wrong and load.happened["answers"] > 5, load.wrong
+    killed = sum(server.killed for server in before)
+    assert killed == ("server" in which) and not load.wrong and load.happened["answers"] > 5, load.wrong
 
 
 def test_an_overload_is_shed_and_leaves_nothing_behind(site: Site) -> None:
