@@ -23,6 +23,8 @@ quick = $(pytest) -n $(shell expr $(WORKERS) + 1) --quick-compile
 install = $(python) -m pip install -qq --no-compile --disable-pip-version-check
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.3
+# Bytecode is kept, whatever the caller's shell has: without it every process compiles all of JAX anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test parity bench check lint format
 .DELETE_ON_ERROR:
