@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from safetensors.flax import load_file
 
 from own_network import enter_own_network
 
+gc.disable()  # until all is imported
 jaxtyping.install_import_hook(["pallas_kernels", "kda_jax"], "beartype.beartype")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +39,14 @@ def pytest_configure(config: pytest.Config) -> None:
         if jax.__version_info__ < (0, 11):  # the flag's last version
             flags.append("--xla_cpu_use_fusion_emitters=false")
         os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and is not looked through again; tracing makes much that is no garbage."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
