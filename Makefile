@@ -1,4 +1,4 @@
-# demo, test, parity, bench, check, lint. The first use makes the virtual environment and installs what the target needs.
+# demo, test, quick, parity, bench, check, lint. The first use makes the virtual environment and installs what the target needs.
 #   PYTHON=python3.12        the interpreter the environment is made with (default: the first one >= 3.11)
 #   VENV=.venv-other         where the environment lies (one per interpreter)
 #   JAX='jax==0.11.2'        holds JAX at a version
@@ -26,7 +26,7 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.3
 # Bytecode is kept, whatever the caller's shell has: without it every process compiles all of JAX anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test parity bench check lint format
+.PHONY: demo test quick parity bench check lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed $(if $(filter mooncake,$(STORE)),$(VENV)/.installed-mooncake)
@@ -38,6 +38,10 @@ test: $(VENV)/.installed-dev
 	$(quick) -m 'not parity and not optimised' $(TESTS) || little=$$?; \
 	$(pytest) -m optimised $(TESTS) || all=$$?; \
 	case "$$little $$all" in '0 0' | '0 5' | '5 0') ;; *) exit 1 ;; esac
+
+# The first of the two alone.
+quick: $(VENV)/.installed-dev
+	@$(quick) -m 'not parity and not optimised' $(TESTS)
 
 parity: $(VENV)/.installed-parity
 	@$(quick) --dist load -m parity $(TESTS)
