@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
 python := $(VENV)/bin/python
-pytest = $(python) -m pytest -q -n $(WORKERS) --dist loadfile --durations=8
+pytest = $(python) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=8
 # One more than cores: these wait for servers, stores and processes for a third of their time.
 quick = $(pytest) -n $(shell expr $(WORKERS) + 1) --quick-compile
 # Modules are compiled when they are first imported: most never are.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
         if jax.__version_info__ < (0, 11):  # the flag's last version
             flags.append("--xla_cpu_use_fusion_emitters=false")
         os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+
+
+@pytest.hookimpl(trylast=True)  # of those that run
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, then those with many: no core waits for the last one."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    count = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-slow[item.path], -count[item.path]))
 
 
 def pytest_collection_finish() -> None:

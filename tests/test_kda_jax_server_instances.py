@@ -164,6 +164,7 @@ KILLS: dict[str, Callable[[Site], None]] = {
 
 
 @pytest.mark.parametrize("which", KILLS)
+@pytest.mark.slow
 def test_whoever_is_killed_under_load_no_other_request_fails(site: Site, which: str) -> None:
     load = Load(site.model, site.servers, conversations(site.model))
     with load.running():
