@@ -1,4 +1,4 @@
-# demo, test, parity, bench, check, lint. The first use makes the virtual environment and installs what the target needs.
+# demo, test, quick, parity, bench, check, lint. The first use makes the virtual environment and installs what the target needs.
 #   PYTHON=python3.12        the interpreter the environment is made with (default: the first one >= 3.11)
 #   VENV=.venv-other         where the environment lies (one per interpreter)
 #   JAX='jax==0.11.2'        holds JAX at a version
@@ -16,15 +16,17 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
 python := $(VENV)/bin/python
-pytest = $(python) -m pytest -q -n $(WORKERS) --dist loadfile --durations=8
+pytest = $(python) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=8
 # One more than cores: these wait for servers, stores and processes for a third of their time.
 quick = $(pytest) -n $(shell expr $(WORKERS) + 1) --quick-compile
 # Modules are compiled when they are first imported: most never are.
 install = $(python) -m pip install -qq --no-compile --disable-pip-version-check
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.3
+# Bytecode is kept, whatever the caller's shell has: without it every process compiles all of JAX anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test parity bench check lint format
+.PHONY: demo test quick parity bench check lint format
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed $(if $(filter mooncake,$(STORE)),$(VENV)/.installed-mooncake)
@@ -36,6 +38,10 @@ test: $(VENV)/.installed-dev
 	$(quick) -m 'not parity and not optimised' $(TESTS) || little=$$?; \
 	$(pytest) -m optimised $(TESTS) || all=$$?; \
 	case "$$little $$all" in '0 0' | '0 5' | '5 0') ;; *) exit 1 ;; esac
+
+# The first of the two alone.
+quick: $(VENV)/.installed-dev
+	@$(quick) -m 'not parity and not optimised' $(TESTS)
 
 parity: $(VENV)/.installed-parity
 	@$(quick) --dist load -m parity $(TESTS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from safetensors.flax import load_file
 
 from own_network import enter_own_network
 
+gc.disable()  # until all is imported
 jaxtyping.install_import_hook(["pallas_kernels", "kda_jax"], "beartype.beartype")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +40,22 @@ def pytest_configure(config: pytest.Config) -> None:
         if jax.__version_info__ < (0, 11):  # the flag's last version
             flags.append("--xla_cpu_use_fusion_emitters=false")
         os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+
+
+@pytest.hookimpl(trylast=True)  # of those that run
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, then those with many: no core waits for the last one."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    count = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-slow[item.path], -count[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and is not looked through again; tracing makes much that is no garbage."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import heapq
 import multiprocessing
@@ -70,8 +71,9 @@ class World:
             self.note(what)
             self.touched = None
             event()
-            self.instances[self.count % len(self.instances)].laws()
-            if self.touched:
+            turn = self.instances[self.count % len(self.instances)]
+            turn.laws()
+            if self.touched and self.touched is not turn:
                 self.touched.laws()
             if what == "arrival" and self.happened["arrival"] == self.setup.requests:
                 self.calm, self.bound = True, self.count + 10_000
@@ -212,7 +214,7 @@ def main() -> None:
         return
     began, most = time.monotonic(), options.processes
     parts = [(options.seed + number, most, -(-options.events // most)) for number in range(most)]
-    with multiprocessing.get_context("spawn").Pool(most) as pool:
+    with multiprocessing.get_context("spawn").Pool(most, initializer=gc.freeze) as pool:
         try:
             counts, seeds, happened = zip(*pool.starmap(live, parts))
         except Violation as found:

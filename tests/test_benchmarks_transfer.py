@@ -26,6 +26,7 @@ def test_restoring_wins_from_the_length_after_which_it_always_does() -> None:
     assert restore.wins(records[:2], "disk") is None
 
 
+@pytest.mark.slow
 def test_every_store_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("mooncake.store", reason="Mooncake's library is not there", exc_type=ImportError)
     file = tmp_path / "out" / "transfer.json"

@@ -97,6 +97,7 @@ def history(site: ModelSite, seed: int, conversations: int) -> Counter[str]:
 
 
 @pytest.mark.optimised
+@pytest.mark.slow
 def test_random_conversations_have_the_bits_of_cold_prefills(parts: SplitModel, cache_steps: int) -> None:
     """200 conversations with the default 1,500 steps of each history, more with more."""
     conversations = CONVERSATIONS * cache_steps // 1500
@@ -125,6 +126,7 @@ def test_a_prefill_given_up_after_any_step_leaves_what_it_reached(
 
 
 @pytest.mark.optimised
+@pytest.mark.slow
 def test_off_the_grid_a_turn_has_the_bits_of_the_run_that_never_stopped(parts: SplitModel) -> None:
     rng, resumed = np.random.default_rng(2), []
     site = ModelSite(parts, grid=1, capacity=CAPACITY, budget=10**6)

@@ -228,6 +228,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.optimised
 @pytest.mark.parametrize("store", ["disk", "mooncake"])
+@pytest.mark.slow
 def test_demo_resumes_to_the_bit(
     byte_model: Path, source: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

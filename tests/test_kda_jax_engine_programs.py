@@ -200,6 +200,7 @@ def test_a_row_has_the_bits_that_it_has_beside_others(programs: Programs) -> Non
 
 
 @pytest.mark.optimised
+@pytest.mark.slow
 def test_a_snapshot_resumes_to_the_bit(programs: Programs) -> None:
     """Cut inside a chunk, off and on the grid; resumed in another slot and other pages, while the first goes on."""
     memory, pages = nan_memory(), scattered(2)

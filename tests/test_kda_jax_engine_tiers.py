@@ -39,6 +39,7 @@ def objects() -> Iterator[MemoryObjects]:
         yield opened
 
 
+@pytest.mark.slow
 def test_what_leaves_the_pool_has_the_form_that_cut_gives() -> None:
     """State and pages of 130 tokens, and to the bit back into another slot."""
     made, prompt = programs(), prompt_of(0, 130)

@@ -68,6 +68,7 @@ def joined(pieces: Sequence[str | int]) -> str:
 
 
 @pytest.mark.optimised
+@pytest.mark.slow
 def test_greedy_tokens_and_state_are_those_of_the_plain_loop(parts: SplitModel) -> None:
     tokens, state = greedy(parts, 12)
     got = generate(parts, PROMPT, max_new_tokens=12)

@@ -132,16 +132,16 @@ def test_bfloat16_stays_near_float32(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer",
+    ("make", "options"),
     [
-        make_kda(),
-        make_kda(gate_lower_bound=-5.0, full_rank_gate=True, num_v_heads=4),
-        make_mla(q_lora_rank=10, output_gate=True),
+        (make_kda, {}),
+        (make_kda, {"gate_lower_bound": -5.0, "full_rank_gate": True, "num_v_heads": 4}),
+        (make_mla, {"q_lora_rank": 10, "output_gate": True}),
     ],
     ids=["kda", "kda-k3", "mla-k3"],
 )
-def test_every_parameter_has_a_gradient(layer: nnx.Module) -> None:
-    graphdef, params = nnx.split(layer)
+def test_every_parameter_has_a_gradient(make: Any, options: dict[str, Any]) -> None:
+    graphdef, params = nnx.split(make(**options))
     x = inputs(2, 5)
     gradients = jax.jit(jax.grad(lambda p: jnp.sum(nnx.merge(graphdef, p)(x)[0] ** 2)))(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):

@@ -90,6 +90,7 @@ def slotted(state: PooledState, slots: list[int], num_slots: int) -> PooledState
     )
 
 
+@pytest.mark.slow
 def test_pages_have_the_bits_of_one_piece(parts: SplitModel) -> None:
     tokens = np.random.default_rng(0).integers(0, 67, (ROWS, 192))
     paged = pooled(empty(small_config(**OPTIONS), ROWS, 320), 16)

@@ -165,6 +165,7 @@ KILLS: dict[str, Callable[[Site], None]] = {
 
 
 @pytest.mark.parametrize("which", KILLS)
+@pytest.mark.slow
 def test_whoever_is_killed_under_load_no_other_request_fails(site: Site, which: str) -> None:
     """All servers are asked all the time: those that there were, and one that comes in the place of another."""
     load, before = Load(site.model, site.servers, conversations(site.model)), [*site.servers]
