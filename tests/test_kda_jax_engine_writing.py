@@ -8,14 +8,18 @@ import weakref
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from engine_rigged import Rigged, fails_once
-from engine_site import assert_cold, conserved
+from engine_site import NAMESPACE, assert_cold, conserved
+from engine_storm import Eager
 from engine_tiers import eager, forget_device, prompt_of, written
 
-from kda_jax.engine import Engine
+from cache import KeyChain
+from cache.tiers import page_name
+from kda_jax.engine import Engine, ObjectStorage
 from kda_jax.engine.copying import Copying
-from transfer import MemoryObjects
+from transfer import MemoryObjects, withdraw
 
 
 class Counted(Rigged):
@@ -144,6 +148,44 @@ def test_what_a_slow_store_has_not_taken_waits_up_to_a_bound(
             written(one)
             assert one.statistics().written == {"remote": kept + 1}, "there is room again"
         conserved(one)
+
+
+class Alone(Eager):
+    """Never looks what others have written."""
+
+    def worth_searching(self, tokens: int) -> bool:
+        return False
+
+
+def test_what_another_engine_has_rounded_otherwise_serves_as_well() -> None:
+    """It stays as it is, counts as written, and is not written again."""
+    prompt, name = prompt_of(0, 130), NAMESPACE.digest()
+    chain = KeyChain.start(name, 64).extend(prompt[:128])
+    names = [page_name(chain.added[0]), f"state/{chain.key.hex()}"]
+    with MemoryObjects() as objects:
+        storage, other = ObjectStorage(objects, name, 5.0), {}
+        with eager(remote=objects) as one:
+            first = one.generate([prompt], max_new_tokens=3)[0]
+            written(one)
+        for each in names:
+            other[each] = {
+                leaf: np.nextafter(array, 1, dtype=array.dtype) if array.dtype == np.float32 else array
+                for leaf, array in storage.read(each).items()
+            }
+            assert withdraw(objects, each, 5.0)
+            storage.write(each, other[each])
+        with eager(remote=objects, rates=Alone()) as one:
+            for _ in range(2):
+                forget_device(one)
+                assert one.generate([prompt], max_new_tokens=3)[0].tokens == first.tokens
+                written(one)
+                assert one.statistics().written == {"remote": 2} and not one.statistics().unwritten
+        for each, arrays in other.items():
+            found = storage.read(each)
+            assert all(np.array_equal(found[leaf], array) for leaf, array in arrays.items())
+        with eager(remote=objects) as one:
+            again = one.generate([prompt], max_new_tokens=3)[0]
+            assert again.usage.cached == {"remote": 128} and not assert_cold(prompt, again.tokens, 3)
 
 
 @pytest.mark.parametrize("how", ["read", "fetched", "both"])

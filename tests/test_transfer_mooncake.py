@@ -131,6 +131,22 @@ def test_an_older_object_stays(objects: MooncakeObjects) -> None:
     assert value is not None and value.tobytes() == item().pieces[0].tobytes()
 
 
+def test_a_second_checkpoint_of_a_name_is_taken_back_without_waiting_for_a_lease(
+    objects: MooncakeObjects,
+) -> None:
+    first, about = {"a": random_array(0, "float32", (500,))}, About("model", 7)
+    assert publish(objects, "n", first, about, LONG) is Put.STORED
+    before = outcomes(objects.counters(), "remove")
+    other = {"a": random_array(1, "float32", (500,))}
+    assert publish(objects, "n", other, about, LONG) is Put.CONFLICT
+    after = outcomes(objects.counters(), "remove")
+    assert after["removed"] == before.get("removed", 0) + 1
+    assert after.get("leased") == before.get("leased")
+    found = fetch(objects, "n", "model", None, LONG)
+    assert found is not None
+    assert_same(found.arrays, first)
+
+
 def test_remove_waits_until_the_lease_is_over(objects: MooncakeObjects) -> None:
     objects.put([item("a"), item("b")], LONG)
     before = outcomes(objects.counters(), "remove").get("leased", 0)

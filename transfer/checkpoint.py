@@ -234,14 +234,15 @@ def _put_manifest(objects: Objects, item: Item, until: float) -> Put:
 
 
 def _take_back(objects: Objects, name: str, own: Sequence[str], there: bool, until: float) -> None:
-    """Removes parts that a publish has stored, but for those that the manifest names; `there` if there is one."""
+    """Removes parts that a publish has stored, but for those that the manifest names; `there` if there is one. Then
+    nobody can read them, and no protection of what is being read is waited for."""
     named: list[str] = []
     try:
         named = _manifest(objects, name, until).part_keys(name)
     except Unreadable as error:
         if there or error.miss is not Miss.ABSENT:
             return
-    _remove(objects, [key for key in own if key not in named], until)
+    _remove(objects, [key for key in own if key not in named], until, force=there)
 
 
 def _fetch(

@@ -18,6 +18,10 @@ class Stored(NamedTuple):
     nbytes: int
 
 
+class OtherBytes(OSError):
+    """The store holds other bytes under a name: another process computed the same tokens, and rounded differently."""
+
+
 class ObjectStorage:
     """A `cache.Storage`: each payload, a state or a page of latents, is a checkpoint of the object store by its name.
 
@@ -38,7 +42,8 @@ class ObjectStorage:
         """Publishes named arrays.
 
         Raises:
-            OSError: if the store does not hold them in time, or holds other bytes under the name.
+            OtherBytes: if the store holds other ones under the name; they stay.
+            OSError: if it does not hold them in time.
             ValueError: for a payload without arrays.
         """
         if not isinstance(payload, Mapping):
@@ -47,10 +52,10 @@ class ObjectStorage:
         position = next((array for leaf, array in arrays.items() if leaf.endswith(".position")), None)
         about = About(self._namespace, 0 if position is None else int(position[0]))
         put = publish(self.objects, name, arrays, about, self.timeout, recorder=self._recorder)
+        if put is Put.CONFLICT:
+            raise OtherBytes(f"{name} was not stored (conflict): the store holds other bytes")
         if not put.there:
-            raise OSError(
-                f"{name} was not stored ({put.value}{': other bytes' if put is Put.CONFLICT else ''})"
-            )
+            raise OSError(f"{name} was not stored ({put.value})")
         return Stored(sum(array.nbytes for array in arrays.values()))
 
     def read(

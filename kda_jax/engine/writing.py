@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from cache.tiers import page_name, state_name
 from cache.tokens import Tokens
 from kda_jax.engine.copying import Copy, Copying
 from kda_jax.engine.explain import name as tier_name
-from kda_jax.engine.object_storage import ObjectStorage
+from kda_jax.engine.object_storage import ObjectStorage, OtherBytes
 from kda_jax.engine.pages import PoolPages
 from kda_jax.engine.portable import Leaves, Portable
 from kda_jax.engine.programs import Programs
@@ -218,12 +219,15 @@ class Writing:
             self._post(partial(call, state, mine))
 
     def _write(self, leaving: Leaving, tier: Tier, state: Leaves, latents: Mapping[bytes, Leaves]) -> None:
-        """To a store of objects: pages, then the state, then the marks to find it by."""
+        """To a store of objects: pages, then the state, then the marks to find it by. What another engine has written
+        of the same tokens differs from ours by rounding at most: it serves as well, and stays."""
         objects, boundary, until = self._stores[tier], len(leaving.tokens), monotonic() + TIMEOUT
         keys = PromptKeys(leaving.namespace, self._layout.page_rows, leaving.tokens)
         parts = [(page_name(page), payload) for page, payload in latents.items()]
         for name, payload in (*parts, (keys.name(boundary), state)):
-            ObjectStorage(objects, leaving.namespace, max(until - monotonic(), 1e-3)).write(name, payload)
+            storage = ObjectStorage(objects, leaving.namespace, max(until - monotonic(), 1e-3))
+            with suppress(OtherBytes):
+                storage.write(name, payload)
         announce(objects, keys.name, [boundary], leaving.known, max(until - monotonic(), 1e-3))
 
     # On the engine's thread again
