@@ -162,6 +162,7 @@ class MooncakeObjects:
             if not left or not call.pause(tries):
                 return
             tries += 1
+            self._recorder.add(retries=len(left))
 
     def _at_exit(self) -> None:
         """A process that ends while the library moves bytes would crash."""
