@@ -197,6 +197,7 @@ MISTAKES = [
     ),
     ("serve MODEL --no-cache --store disk:TMP/a", "--no-cache keeps nothing"),
     ("serve MODEL --no-cache --host-gb 1", "--no-cache keeps nothing"),
+    ("serve MODEL --body-mb 9 --bodies-mb 8", "--bodies-mb 8 has no room for one body of --body-mb 9"),
     ("serve MODEL --chat-template nowhere.jinja", "nowhere.jinja"),
     ("serve MODEL --port BUSY", "cannot listen on 127.0.0.1"),
     ("explain", "give one prompt"),

@@ -87,9 +87,7 @@ class Execution:
         """
         programs, layout = self.programs, self.programs.layout
         try:
-            for at, piece in enumerate(
-                read.pieces
-            ):  # one by one: the memory behind each is the one that there is
+            for at, piece in enumerate(read.pieces):  # after each the memory is another one
                 part = read.numbers[at * programs.moved_pages : (at + 1) * programs.moved_pages]
                 self.memory = programs.write_pages(self.memory, part, [piece])
             if read.state is not None:

@@ -27,9 +27,8 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and set(map(type, value)) <= {
-        int
-    }  # one look a token is dear for long prompts
+    # By the set of types: a look at each token is dear for long prompts.
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _stops(value: Any) -> list[str]:
