@@ -77,7 +77,9 @@ def serve(
         raise CommandError(f"no such path: {model}; give a folder with config.json and model.safetensors")
     taken = Keys() if keys is None else read_keys(keys)
     if bodies_mb < body_mb:
-        raise CommandError(f"--bodies-mb {bodies_mb} has no room for one body of --body-mb {body_mb}: give more")
+        raise CommandError(
+            f"--bodies-mb {bodies_mb} has no room for one body of --body-mb {body_mb}: give more"
+        )
     limits = Limits(
         body_nbytes=body_mb << 20,
         bodies_nbytes=bodies_mb << 20,
