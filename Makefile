@@ -16,9 +16,11 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
 python := $(VENV)/bin/python
-pytest = $(python) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=8
-# One more than cores: these wait for servers, stores and processes for a third of their time.
-quick = $(pytest) -n $(shell expr $(WORKERS) + 1) --quick-compile
+pytest = $(python) -m pytest -q -n $(WORKERS) --durations=8
+quick = $(pytest) --dist loadfile --no-loadscope-reorder --quick-compile
+# A file of these may take as long as all others together: its tests are shared out, and no file is read that has none.
+optimised = $(pytest) --dist worksteal -m optimised \
+  $(if $(filter-out tests,$(TESTS)),$(TESTS),$$(grep -l mark.optimised tests/test_*.py))
 # Modules are compiled when they are first imported: most never are.
 install = $(python) -m pip install -qq --no-compile --disable-pip-version-check
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -36,7 +38,7 @@ demo: $(VENV)/.installed $(if $(filter mooncake,$(STORE)),$(VENV)/.installed-moo
 test: $(VENV)/.installed-dev
 	@little=0; all=0; \
 	$(quick) -m 'not parity and not optimised' $(TESTS) || little=$$?; \
-	$(pytest) -m optimised $(TESTS) || all=$$?; \
+	$(optimised) || all=$$?; \
 	case "$$little $$all" in '0 0' | '0 5' | '5 0') ;; *) exit 1 ;; esac
 
 # The first of the two alone.
