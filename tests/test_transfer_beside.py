@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import _thread
 import subprocess
 import sys
 import threading
-import weakref
 from contextlib import closing, suppress
-from functools import partial
-from time import monotonic, sleep
 
-import numpy as np
 import pytest
 
-from transfer.beside import Beside, ahead
+from transfer.beside import ahead, beside
 
 LONG = 20.0
 
@@ -38,53 +33,11 @@ class Steps:
         return 10 * n
 
 
-def test_work_beside_is_done_on_one_other_thread_in_order_and_gives_what_it_gave() -> None:
-    here, beside, order = threading.get_ident(), Beside(), []
-    threads = [beside.do(threading.get_ident) for _ in range(2)]
-    work = [beside.do(lambda n=n: order.append(n)) for n in range(9)]
-    assert here != threads[0].result(LONG) == threads[1].result(LONG)
+def test_work_beside_is_done_on_another_thread_and_gives_what_it_gave() -> None:
+    here = threading.get_ident()
+    assert beside(threading.get_ident).result(LONG) != here
     with pytest.raises(KeyError, match="why"):
-        beside.do(lambda: {}["why"]).result(LONG)
-    assert all(one.done() for one in work) and order == list(range(9))
-    beside.close()
-
-
-def test_beginning_waits_for_nothing() -> None:
-    """Neither for the thread, nor for what it does."""
-    let_go, beside = threading.Event(), Beside()
-    held, after = beside.do(lambda: let_go.wait(LONG)), beside.do(int)
-    beside.close()
-    assert not held.done() and not after.done()
-    let_go.set()
-    assert held.result(LONG) and after.result(LONG) == 0  # what came before the close is done
-
-
-def test_work_that_was_done_is_not_kept() -> None:
-    """While the next is waited for: what it had may be large, or lent."""
-    beside, room = Beside(), np.zeros(9)
-    alive = weakref.ref(room)
-    beside.do(partial(np.sum, room)).result(LONG)
-    del room
-    end = monotonic() + LONG
-    while alive() is not None and monotonic() < end:
-        sleep(0.01)
-    assert alive() is None
-    beside.close()
-
-
-@pytest.mark.parametrize("ends", ["at the end", "early"])
-def test_the_thread_ends_and_keeps_nothing(ends: str) -> None:
-    before, things = _thread._count(), [np.zeros(9) for _ in range(3)]
-    alive = [weakref.ref(thing) for thing in things]
-    with closing(ahead(lambda thing: [thing], things)) as made:
-        for _ in range(1 if ends == "early" else 3):
-            next(made)
-    del made
-    things.clear()
-    end = monotonic() + LONG
-    while (_thread._count() > before or any(one() for one in alive)) and monotonic() < end:
-        sleep(0.01)
-    assert _thread._count() <= before and not any(one() for one in alive)
+        beside(lambda: {}["why"]).result(LONG)
 
 
 @pytest.mark.parametrize("count", range(4))
@@ -128,11 +81,11 @@ def test_what_making_raises_comes_at_its_turn() -> None:
 
 
 def test_without_a_thread_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(work: object, arguments: object) -> None:
+    def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(_thread, "start_new_thread", refuse)
-    assert Beside().do(threading.get_ident).result(0) == threading.get_ident()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert beside(threading.get_ident).result(0) == threading.get_ident()
     assert list(ahead(str, [1, 2, 3])) == ["1", "2", "3"]
 
 

@@ -25,7 +25,7 @@ from transfer import (
     publish,
     withdraw,
 )
-from transfer.manifest import BODY, HEADER, MAGIC, Leaf, Manifest, Segment, decode, encode, parts_of, signed
+from transfer.manifest import BODY, HEADER, MAGIC, Leaf, Segment, decode, parts_of, signed
 from transfer.packing import Digested, Shelf, digest
 from transfer_site import (
     MIB,
@@ -129,23 +129,6 @@ def test_one_part_is_digested_while_another_is_stored_and_no_more(monkeypatch: p
     assert put_in(objects) is Put.STORED and outcome(objects.inner) == "hit"
 
 
-def test_the_manifest_is_made_while_the_last_part_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, objects = threading.Event(), Watched(MemoryObjects())
-
-    def noted(manifest: Manifest) -> NDArray:
-        assert len(manifest.parts) == 4
-        made.set()
-        return encode(manifest)
-
-    def store(operation: str, what: list[Any]) -> None:
-        last = operation == "put" and len(objects.calls) == 4
-        assert made.wait(TIMEOUT) if last else made.is_set() == (len(objects.calls) > 4)
-
-    monkeypatch.setattr(checkpoint, "encode", noted)
-    objects.before = store
-    assert put_in(objects) is Put.STORED and outcome(objects.inner) == "hit"
-
-
 @pytest.mark.parametrize("which", range(4))
 @pytest.mark.parametrize("put", [Put.FULL, Put.FAILED, Put.LATE], ids=lambda put: put.value)
 def test_nothing_is_put_after_a_part_that_is_not_stored(
@@ -171,17 +154,13 @@ def test_nothing_is_put_after_a_part_that_is_not_stored(
     assert tried == keys[: which + 1]
 
 
-@pytest.mark.parametrize("what", ["digest", "manifest"])
-def test_a_digest_that_fails_ends_it_without_a_manifest(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_a_digest_that_fails_ends_it_without_a_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(shelf: Shelf) -> Digested:
         if shelf.index == 2:
             raise MemoryError
         return digest(shelf)
 
-    def breaks(manifest: Manifest) -> NDArray:
-        raise MemoryError
-
-    monkeypatch.setattr(checkpoint, *{"digest": ("digest", fails), "manifest": ("encode", breaks)}[what])
+    monkeypatch.setattr(checkpoint, "digest", fails)
     objects = MemoryObjects()
     with pytest.raises(MemoryError):
         put_in(objects)

@@ -83,16 +83,6 @@ def test_every_byte_of_every_object_arrives_in_order(
     assert len(store.registered) <= 2  # however large the objects are
 
 
-def test_the_first_stride_is_short(store: FakeStore, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is sent while it is copied. It takes its place in the memory of the others."""
-    monkeypatch.setattr(strides, "FIRST", 300)
-    stages, objects, item = Stages(monkeypatch), opened(), small("k", 9)
-    spans = strides.strides([item], lambda _: True)
-    assert [strides.staged_nbytes(stride) for stride in spans] == [300, 1000, 1000, 1000, 300]
-    assert objects.put([item], LONG) == [Put.STORED] and store.values["k"] == value(item)
-    assert stages.count == 5 and len(set(stages.rooms)) == 2
-
-
 def test_what_is_not_copied_is_one_call(store: FakeStore, opened: Open) -> None:
     objects, item = opened(), Item("k", [random_bytes(STRAIGHT, i) for i in range(3)])
     assert objects.put([item], LONG) == [Put.STORED] and store.values["k"] == value(item)

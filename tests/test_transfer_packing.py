@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +19,7 @@ from xxhash import xxh3_128_hexdigest
 
 from transfer import About, MemoryObjects, Put, Read, fetch, packing, publish
 from transfer.aligned import ALIGNMENT, align, empty, is_aligned
+from transfer.beside import beside
 from transfer.dtypes import DTYPES
 from transfer.manifest import (
     BODY,
@@ -167,30 +171,12 @@ def test_a_leaf_is_cut_only_if_it_is_larger_than_a_part() -> None:
     assert [part.nbytes for part in packed.manifest.parts] == [158, 200, 256, 256, 256, 193, 256]
 
 
-PARTS = {
-    "one": ([60, 64], [128]),
-    "full": ([64, 64], [128]),
-    "the second is as large as the first": ([64] * 5, [128, 128, 64]),
-    "then as large as all before": ([64] * 40, [128, 128, 256, 512, 1024, 512]),
-    "not beyond the most": ([64] * 100, [128, 128, 256, 512, 1024, 2048, 2048, 256]),
-    "a leaf of more has one of its own": ([64, 700, 64], [64, 700, 64]),
-    "and counts": ([700, 300, 300, 300, 300], [700, 620, 620]),
-    "the rest of one that was cut is shared": ([5000, 64], [2048, 2048, 1024]),
-}
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_parts_grow(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """So that the first bytes are sent soon, and what is large is few objects."""
-    monkeypatch.setattr(packing, "FIRST_NBYTES", 128)
-    sizes, expected = PARTS[kind]
-    arrays = {f"{i:03}": random_array(i, "uint8", (size,)) for i, size in enumerate(sizes)}
-    assert [part.nbytes for part in pack(arrays, ABOUT, 2048).manifest.parts] == expected
-    assert_same(unpacked(arrays, 2048), arrays)
-
-
 @pytest.mark.parametrize("sizes", [[5], [100, 1, 2], [1, 2, 100], [64] * 9, [7, 0, 50, 300]], ids=str)
-def test_every_run_of_bytes_has_its_digest(sizes: list[int]) -> None:
+@pytest.mark.parametrize("together", [1, 10**9], ids=["two threads", "one"])
+def test_every_run_of_bytes_has_its_digest(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], together: int
+) -> None:
+    monkeypatch.setattr(packing, "TOGETHER", together)
     arrays = {f"{i}": random_array(i, "uint8", (size,)) for i, size in enumerate(sizes)}
     packed = pack(arrays, ABOUT, 128)
     for leaf in packed.manifest.leaves:
@@ -200,6 +186,32 @@ def test_every_run_of_bytes_has_its_digest(sizes: list[int]) -> None:
             assert segment.digest == xxh3_128_hexdigest(raw.tobytes())
             start += segment.nbytes
     assert packed.manifest.parts == parts_of(packed.manifest.leaves)
+
+
+def test_two_threads_digest_and_the_slower_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, began = threading.get_ident(), threading.Event()
+
+    def slow(data: memoryview) -> str:
+        if threading.get_ident() == here:
+            assert began.wait(TIMEOUT)
+        else:
+            began.set()
+            time.sleep(0.05)
+        return xxh3_128_hexdigest(data)
+
+    arrays = {f"{i}": random_array(i, "uint8", (64,)) for i in range(3)}
+    expected = pack(arrays, ABOUT).manifest
+    monkeypatch.setattr(packing, "TOGETHER", 1)
+    monkeypatch.setattr(packing, "xxhash", SimpleNamespace(xxh3_128_hexdigest=slow))
+    assert pack(arrays, ABOUT).manifest == expected
+
+
+def test_a_second_thread_digests_where_there_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = []
+    monkeypatch.setattr(packing, "beside", lambda work: began.append(work) or beside(work))
+    for count, expected in ((1, 0), (3, 1)):
+        pack({f"{i}": random_array(i, "uint8", (packing.TOGETHER // 2 - 1,)) for i in range(count)}, ABOUT)
+        assert len(began) == expected
 
 
 def test_equal_arrays_pack_to_equal_bytes() -> None:

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import _thread
+import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
 from typing import TypeVar
 
 T = TypeVar("T")
 Made = TypeVar("Made")
 
 
-class Beside:
-    """A thread of its own, for one piece of work after the other; this one if none can be started, as when the
-    interpreter ends.
-    """
+def beside(work: Callable[[], T]) -> Future[T]:
+    """Does the work on a thread of its own; on this one if none can be started, as when the interpreter ends."""
+    future: Future[T] = Future()
 
-    def __init__(self) -> None:
-        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        try:  # not `Thread.start`, which waits until the new thread has a core
-            _thread.start_new_thread(self._work, ())
-            self._alone = False
-        except RuntimeError:
-            self._alone = True
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # it is the waiting thread's
+            future.set_exception(error)
 
-    def do(self, work: Callable[[], T]) -> Future[T]:
-        """Begins the work when what came before has ended."""
-        future: Future[T] = Future()
-        job = partial(_settle, future, work)
-        if self._alone:
-            job()
-        else:
-            self._todo.put(job)
-        return future
-
-    def close(self) -> None:
-        """No work follows; the thread ends after what it has."""
-        self._todo.put(None)
-
-    def _work(self) -> None:
-        while job := self._todo.get():
-            job()
-            del job  # and with it what it holds, before the next one is waited for
-
-
-def _settle(future: Future[T], work: Callable[[], T]) -> None:
     try:
-        future.set_result(work())
-    except BaseException as error:  # it is the waiting thread's
-        future.set_exception(error)
+        threading.Thread(target=run, name="transfer-beside", daemon=True).start()
+    except RuntimeError:
+        run()
+    return future
 
 
 def ahead(make: Callable[[T], Made], each: Sequence[T]) -> Generator[Made, None, None]:
@@ -59,16 +35,12 @@ def ahead(make: Callable[[T], Made], each: Sequence[T]) -> Generator[Made, None,
 
     To be closed by who stops before the end: no work goes on after that.
     """
-    if len(each) < 2:  # nothing can be done meanwhile
-        yield from map(make, each)
-        return
-    beside, coming = Beside(), None
+    coming: Future[Made] | None = None
     try:
         for i in range(len(each)):
             made = coming.result() if coming else make(each[i])
-            coming = beside.do(partial(make, each[i + 1])) if i + 1 < len(each) else None
+            coming = beside(partial(make, each[i + 1])) if i + 1 < len(each) else None
             yield made
     finally:
         if coming:
             coming.exception()  # waits for it
-        beside.close()

@@ -18,18 +18,7 @@ from transfer.calls import deadline
 from transfer.counters import Recorder
 from transfer.manifest import About, Manifest, Miss, Unreadable, decode, encode
 from transfer.objects import Bytes, Item, Objects, Put, Read
-from transfer.packing import (
-    PART_NBYTES,
-    Digested,
-    Layout,
-    Run,
-    Shelf,
-    digest,
-    lay_out,
-    manifest_of,
-    runs,
-    unpack,
-)
+from transfer.packing import PART_NBYTES, Digested, Layout, Run, digest, lay_out, manifest_of, runs, unpack
 
 
 class Checkpoint(NamedTuple):
@@ -82,12 +71,15 @@ def publish(
         until = deadline(timeout)
         layout = lay_out(arrays, about, part_nbytes)
         recorder.add(copied=layout.copied)
-        tried = _put_all(objects, name, layout, about, until)
-        put = tried[-1][1]
+        parts, puts = _put_parts(objects, name, layout, until)
+        put, nbytes = puts[-1] if puts else Put.STORED, sum(part.part.nbytes for part in parts)
+        if put.there:
+            last = Item(name, [encode(manifest_of(layout, about, parts))], name)
+            put, nbytes = _put_manifest(objects, last, until), nbytes + last.nbytes
         if not put.there and put is not Put.LATE:
-            own = [item.key for item, one in tried if one is Put.STORED]
+            own = [part.part.key(name) for part, one in zip(parts, puts) if one is Put.STORED]
             _take_back(objects, name, own, there=put is Put.CONFLICT, until=until)
-        ended.append((put.value, sum(item.nbytes for item, _ in tried)))
+        ended.append((put.value, nbytes))
         return put
 
 
@@ -181,28 +173,17 @@ def withdraw(objects: Objects, name: str, timeout: float) -> bool:
     return all(_remove(objects, keys, until))
 
 
-def _put_all(
-    objects: Objects, name: str, layout: Layout, about: About, until: float
-) -> list[tuple[Item, Put]]:
-    """Stores the parts and then the manifest, up to the first that cannot be, and how each ended. The next one is
-    digested meanwhile, or the manifest written down.
-    """
+def _put_parts(objects: Objects, name: str, layout: Layout, until: float) -> tuple[list[Digested], list[Put]]:
+    """Stores the parts up to the first that cannot be, and how each ended. The next one is digested meanwhile."""
     parts: list[Digested] = []
-
-    def make(shelf: Shelf | None) -> Item:
-        if shelf is None:
-            return Item(name, [encode(manifest_of(layout, about, parts))], name)
-        parts.append(digest(shelf))
-        return Item(parts[-1].part.key(name), parts[-1].pieces, name)
-
-    tried: list[tuple[Item, Put]] = []
-    with closing(ahead(make, [*layout.shelves, None])) as items:
-        for item in items:
-            put = (_put_manifest if item.key == name else _put_part)(objects, item, until)
-            tried.append((item, put))
-            if not put.there:
+    puts: list[Put] = []
+    with closing(ahead(digest, layout.shelves)) as digested:
+        for part in digested:
+            parts.append(part)
+            puts.append(_put_part(objects, Item(part.part.key(name), part.pieces, name), until))
+            if not puts[-1].there:
                 break
-    return tried
+    return parts, puts
 
 
 def _put_part(objects: Objects, item: Item, until: float) -> Put:

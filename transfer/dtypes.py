@@ -29,8 +29,7 @@ def dtype_name(leaf: str, array: NDArray) -> str:
         raise ValueError(
             f"leaf {leaf!r} is a {type(array).__name__}; a checkpoint holds numpy arrays, np.asarray makes one"
         )
-    name = array.dtype.name
-    known = DTYPES.get(name)
+    known = DTYPES.get(array.dtype.name)
     if known is None:
         raise ValueError(
             f"leaf {leaf!r} has dtype {array.dtype}, which a checkpoint does not hold; it holds {', '.join(DTYPES)}"
@@ -40,4 +39,4 @@ def dtype_name(leaf: str, array: NDArray) -> str:
             f"leaf {leaf!r} is big-endian ({array.dtype.str}); convert it with .astype({known.str!r}), a checkpoint"
             " is little-endian"
         )
-    return name
+    return known.name

@@ -10,14 +10,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from transfer.aligned import ALIGNMENT, align, is_aligned, join
+from transfer.beside import beside
 from transfer.dtypes import DTYPES, dtype_name
 from transfer.manifest import About, Leaf, Manifest, Miss, Part, Segment, Unreadable, part_of
 from transfer.objects import Bytes
 
 PART_NBYTES = 64 * 2**20
-FIRST_NBYTES = 16 * 2**20
-"""Most bytes of a first part that leaves share. Nothing can be sent before its digest is known; that of each other part
-is made while the part before it is sent."""
+TOGETHER = 2**20  # bytes from which on a second thread helps
 ZEROS = np.zeros(ALIGNMENT, np.uint8)
 ZEROS.flags.writeable = False
 
@@ -89,9 +88,7 @@ def pack(arrays: Mapping[str, NDArray], about: About, part_nbytes: int = PART_NB
 def lay_out(arrays: Mapping[str, NDArray], about: About, part_nbytes: int = PART_NBYTES) -> Layout:
     """Lays arrays out in parts, in the order of their names. Copies nothing that is contiguous in C order.
 
-    A leaf goes to the next part if the current one has no room for it, and is cut only if it is larger than
-    `part_nbytes`. Parts grow: leaves share one of `FIRST_NBYTES`, then of as much as is before it, so that each is
-    digested in less time than the one before it is sent.
+    A leaf goes to the next part if the current one has no room for it, and is cut only if no part had.
 
     Args:
         arrays: by name, of the dtypes in `transfer.dtypes`, any shape. Not to be changed until they are stored.
@@ -104,34 +101,47 @@ def lay_out(arrays: Mapping[str, NDArray], about: About, part_nbytes: int = PART
     _check(arrays, about, part_nbytes)
     named = {name: (arrays[name], dtype_name(name, arrays[name])) for name in sorted(arrays)}
     shelves: list[list[Place]] = []
-    room = end = 0  # what the current part may hold, and holds
-    before, copied = 0, 0  # bytes of the other parts
+    end, copied = part_nbytes, 0  # what the current part holds: before the first, no room
     for name, (array, _) in named.items():
         if not array.flags.c_contiguous:
             array, copied = np.array(array, order="C"), copied + array.nbytes
         raw = array.reshape(-1).view(np.uint8)
         for start in range(0, raw.nbytes, part_nbytes):
             piece, offset = raw[start : start + part_nbytes], align(end)
-            if offset + piece.nbytes > room:
+            if offset + piece.nbytes > part_nbytes:
                 shelves.append([])
-                before, offset = before + end, 0
-                room = min(part_nbytes, max(FIRST_NBYTES, before))
+                offset = 0
             shelves[-1].append(Place(name, offset, piece))
             end = offset + piece.nbytes
     return Layout(named, tuple(Shelf(i, tuple(places)) for i, places in enumerate(shelves)), copied)
 
 
 def digest(shelf: Shelf) -> Digested:
-    """A part with the digests of all its bytes."""
+    """A part with the digests of all its bytes, on two threads if there are many."""
     pieces: list[Bytes] = []
     segments: dict[str, Segment] = {}
     end = 0
-    for leaf, offset, raw in shelf.places:
-        text = xxhash.xxh3_128_hexdigest(raw.data)
+    for (leaf, offset, raw), text in zip(shelf.places, _digests([place.raw for place in shelf.places])):
         segments[leaf] = Segment(shelf.index, offset, raw.nbytes, text)
         pieces += [ZEROS[: offset - end], raw] if offset > end else [raw]
         end = offset + raw.nbytes
     return Digested(part_of(list(segments.values())), tuple(pieces), segments)
+
+
+def _digests(pieces: Sequence[Bytes]) -> list[str]:
+    """The xxh3_128 of each as hex. One core does not read memory as fast as it can be read: two threads take turns."""
+    found = [""] * len(pieces)
+    left = iter(enumerate(pieces))  # the threads' together: each takes the next one
+
+    def work() -> None:
+        for i, piece in left:
+            found[i] = xxhash.xxh3_128_hexdigest(piece.data)
+
+    other = beside(work) if sum(piece.nbytes for piece in pieces) >= TOGETHER else None
+    work()
+    if other:
+        other.result()
+    return found
 
 
 def manifest_of(layout: Layout, about: About, parts: Sequence[Digested]) -> Manifest:

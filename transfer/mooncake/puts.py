@@ -18,7 +18,7 @@ from transfer.mooncake.settings import MIB
 from transfer.mooncake.strides import Runs, stage, staged_nbytes, strides
 from transfer.objects import Bytes, Item
 
-STRAIGHT = MIB // 2  # bytes of a piece from which on a transfer of its own costs less than a copy
+STRAIGHT = MIB  # bytes of a piece from which on a transfer of its own costs less than a copy
 AGAIN = frozenset(
     {"full", "transfer", "unfinished", "absent"}
 )  # room comes, writers end, what was there may go

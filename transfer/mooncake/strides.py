@@ -13,8 +13,6 @@ from transfer.objects import Bytes, Item
 STAGED = 8 * MIB
 """Most bytes that are copied for one library call: two calls' stay in the cache from the copy until they are sent, and
 the time of a call itself is little beside theirs."""
-FIRST = 2 * MIB
-"""As many for the first call, as nothing is sent meanwhile."""
 
 
 class Span(NamedTuple):
@@ -46,11 +44,9 @@ class Runs(NamedTuple):
 
 
 def strides(items: Sequence[Item], is_staged: Callable[[Bytes], bool]) -> list[list[Span]]:
-    """Every byte of the objects once, in order. A stride ends where `STAGED` bytes of it are to be copied, the first
-    one where `FIRST` are.
-    """
+    """Every byte of the objects once, in order. A stride ends where `STAGED` bytes of it are to be copied."""
     found: list[list[Span]] = [[]]
-    room = min(FIRST, STAGED)
+    room = STAGED
     for i, item in enumerate(items):
         offset = 0
         for piece in item.pieces:
