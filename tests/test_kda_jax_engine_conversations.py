@@ -97,7 +97,7 @@ def test_a_resumed_prompt_on_the_grid_has_the_bits_of_a_cold_one(store: str) -> 
     """What comes from any tier is what would have been computed (float32): all logits are the same, to the bit."""
     options: dict[str, Any] = {"programs": padded(), "creation": GRID, "pages": FEW}
     with tiers(store) as behind:
-        lived = live(script(120, 7, plain=True, most_new=1), behind, 0, exact=True, **options)
+        lived = live(script(240, 7, plain=True, most_new=1), behind, 0, exact=True, **options)
     happened = lived.happened
     assert lived.furthest == 0.0
     assert happened["to the bit, resumed"] > 8 and happened["to the bit"] > 30, happened
