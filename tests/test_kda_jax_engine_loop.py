@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_script import next_prompt
-from engine_site import CONFIG, SIZES, assert_cold, cold, conserved, engine
+from engine_site import CONFIG, NAMESPACE, SIZES, assert_cold, cold, conserved, engine
 from engine_storm import storm
 
-from cache import Store
+from cache import Store, Tier
 from cache.retention import Creation, Kind
+from cache.tiers import page_name, state_name
 from kda_jax.engine import Closed, Engine, Outcome, Overloaded, Refused, Token
-from kda_jax.engine.explain import Explanation, Limit, TreeNode
+from kda_jax.engine.explain import Explanation, Limit, TreeNode, tree
 from kda_jax.engine.lookup import Lookup
 from kda_jax.sampling import make_sampler
 
@@ -284,6 +285,20 @@ def test_the_tree_is_plain_values(one: Engine) -> None:
     assert len(one.tree(most=3)) == 3 and {node.namespace for node in one.tree(most=2)} == {
         node.namespace for node in nodes
     }
+
+
+def test_the_tree_shows_what_else_holds_a_checkpoint_and_its_pages(one: Engine) -> None:
+    """One checkpoint and the pages before it, and not those of its neighbours."""
+    one.generate([[8] * 200, [9] * 200], max_new_tokens=2)
+    store = one._holder.store
+    held = next(node for node in one.tree() if node.stop == 192)
+    path = list(store.prompts.indexes[NAMESPACE.digest()].ancestors(held.id))
+    key, pages = path[0][1].key, {at: node.names for at, node in path if node.names}
+    assert key is not None and pages
+    names = {state_name(key), *(page_name(page) for some in pages.values() for page in some)}
+    nodes = tree(store, 500, 0.0, None, {Tier.DISK: names})
+    assert [node.id for node in nodes if "disk" in node.states] == [held.id]
+    assert {node.id for node in nodes if "disk" in node.rows} == set(pages)
 
 
 def test_what_is_held_is_not_gone_through_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
