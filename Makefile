@@ -17,7 +17,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 
 python := $(VENV)/bin/python
 pytest = $(python) -m pytest -q -n $(WORKERS) --durations=8
-quick = $(pytest) --dist loadfile --no-loadscope-reorder --quick-compile
+# One more than cores: these wait for servers, stores and processes for a third of their time.
+quick = $(pytest) -n $(shell expr $(WORKERS) + 1) --dist loadfile --no-loadscope-reorder --quick-compile
 # A file of these may take as long as all others together: its tests are shared out, and no file is read that has none.
 optimised = $(pytest) --dist worksteal -m optimised \
   $(if $(filter-out tests,$(TESTS)),$(TESTS),$$(grep -l mark.optimised tests/test_*.py))
