@@ -156,9 +156,8 @@ def live(
         options: of all engines.
     """
     chance = random.Random(f"faults {seed}")
-    made = (
-        Faulty(random.Random(f"programs {seed}"), FAULTS) if faults else options.pop("programs", programs())
-    )
+    given = options.pop("programs", None)  # whose own are all compiled
+    made = Faulty(random.Random(f"programs {seed}"), FAULTS) if faults else given or programs()
     engines: list[Engine] = []
     with ExitStack() as opened:
         for tier in behind:
